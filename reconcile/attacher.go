@@ -1,0 +1,38 @@
+package reconcile
+
+import (
+	"context"
+	"time"
+)
+
+// An Attacher joins a VM's datapath to the forwarder. The daemon's wiring is
+// one.
+type Attacher interface {
+	// Accept waits until the VM's transport is connected and returns its link,
+	// not yet serving. Errors of one try (a peer that vanished, an interface
+	// that could not be made yet) come back as errors: the caller waits and
+	// tries again.
+	Accept(ctx context.Context) (Link, error)
+	// AttachVM opens the VM's listeners over link: called once per life of the
+	// VM, when it first becomes ready.
+	AttachVM(link Link)
+	// DetachVM retires all of the VM's state at once: listeners closed, flows
+	// reset, ports free when it returns (C-26). Detaching what is not attached
+	// does nothing.
+	DetachVM()
+	// Close stops listening for the VM's transport.
+	Close() error
+}
+
+// A Link is one life of a VM's datapath: its attachment and the stack on it.
+type Link interface {
+	// Probe asks the node through the datapath and returns the round-trip time.
+	Probe(ctx context.Context) (rtt time.Duration, err error)
+	// Connected says whether Done tells of a peer that left. Where it is false
+	// three missed probes mean that the VM is gone (C-26).
+	Connected() bool
+	// Done is closed when the datapath has ended.
+	Done() <-chan struct{}
+	// Close retires the stack and the attachment and waits for both.
+	Close() error
+}

@@ -1,0 +1,21 @@
+package listener
+
+// An Owner is who asked for listeners. It states its whole set each time (C-2).
+type Owner struct {
+	// Kind is "config", "cli", "docker" or "kubernetes".
+	Kind string
+	// ID tells owners of one kind apart: the publish's text for config and cli,
+	// a container's full ID, namespace/name:port/PROTO of a Service's port.
+	ID string
+}
+
+// The kinds of owners, as users see them in `culvert ls`.
+const (
+	KindConfig     = "config"
+	KindCLI        = "cli"
+	KindDocker     = "docker"
+	KindKubernetes = "kubernetes"
+)
+
+// String returns "kind id", as in a sentence that names a holder.
+func (o Owner) String() string { return o.Kind + " " + o.ID }

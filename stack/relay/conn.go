@@ -1,0 +1,69 @@
+package relay
+
+import "io"
+
+// A Conn is one end of a TCP flow: the client's socket on the host, or the
+// endpoint towards the guest. Read and Write may run at the same time, each in
+// one goroutine; the other methods may be called at any time, also twice.
+type Conn interface {
+	// Read returns io.EOF when the peer ended its stream, and an error matching
+	// syscall.ECONNRESET when it reset the connection: never one for the other
+	// (C-13).
+	Read(p []byte) (int, error)
+	// Write sends all of p. It fails with syscall.EPIPE or ECONNRESET when the
+	// peer is gone.
+	Write(p []byte) (int, error)
+	// CloseRead says that nothing more will be read.
+	CloseRead() error
+	// CloseWrite ends our stream: the peer reads what was sent and then EOF.
+	CloseWrite() error
+	// KeepAlive probes a silent peer from now on, so that one that is gone ends
+	// the connection within 90 s (C-14).
+	KeepAlive() error
+	// Abort resets the connection and frees it. It unblocks Read and Write,
+	// which then return an error matching net.ErrClosed.
+	Abort()
+	// Close ends the connection in order and frees it. It unblocks like Abort.
+	Close() error
+}
+
+// A GuestConn is the guest's end of a TCP flow. Its two copies do without a
+// buffer of the relay's.
+type GuestConn interface {
+	Conn
+	// ReadFrom copies from the client until EOF. Errors of the client's side
+	// are wrapped in *ClientError.
+	io.ReaderFrom
+	// WriteTo copies to the client until the guest's EOF. Errors of the
+	// client's side are wrapped in *ClientError.
+	io.WriterTo
+}
+
+// A ClientError is an error of the client's side of a copy, so that the end of
+// a flow can be laid at the right door.
+type ClientError struct{ Err error }
+
+func (e *ClientError) Error() string { return "client: " + e.Err.Error() }
+
+// Unwrap returns the cause.
+func (e *ClientError) Unwrap() error { return e.Err }
+
+// A GuestPacketConn is the guest's end of one UDP flow: connected to one
+// address and port of the guest, from a source port that is this flow's own
+// while it lives (C-20).
+type GuestPacketConn interface {
+	// Write sends one datagram of 0 to 65507 bytes, whole. It does not block; a
+	// datagram for which the link has no room is counted and dropped below.
+	Write(b []byte) (int, error)
+	// Receive calls deliver for every datagram from the guest, one at a time,
+	// until Close (net.ErrClosed), or until deliver returns an error, which it
+	// then returns. segs hold the datagram in order and are valid during the
+	// call only. The guest's port-unreachable is deliver(nil,
+	// syscall.ECONNREFUSED); the flow may live on after it. No buffer is held
+	// while nothing arrives.
+	Receive(deliver func(segs [][]byte, err error) error) error
+	// LocalAddr is the source as the guest sees it, "IP:port".
+	LocalAddr() string
+	// Close frees the endpoint and unblocks Receive.
+	Close() error
+}
