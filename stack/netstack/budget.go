@@ -1,0 +1,70 @@
+package netstack
+
+import (
+	"math/bits"
+	"sync"
+
+	"gvisor.dev/gvisor/pkg/tcpip/stack"
+)
+
+// A Budget bounds the memory of all TCP flows together, over every VM (C-17).
+// Each direction of each flow may buffer an equal share of Total, never more
+// than Flow. The share follows the number of flows in powers of two; a flow
+// whose buffer has already grown beyond a new share keeps it. Safe for
+// concurrent use.
+type Budget struct {
+	flow, total int
+
+	mu     sync.Mutex
+	flows  int
+	share  int
+	stacks map[*stack.Stack]struct{}
+}
+
+// NewBudget returns a Budget of at most flow bytes for each direction of a
+// flow and about total bytes together. Zero means 8 MiB and 1 GiB.
+func NewBudget(flow, total int) *Budget {
+	if flow == 0 {
+		flow = 8 << 20
+	}
+	if total == 0 {
+		total = 1 << 30
+	}
+	return &Budget{flow: flow, total: total, share: flow, stacks: make(map[*stack.Stack]struct{})}
+}
+
+// join makes s follow the budget.
+func (b *Budget) join(s *stack.Stack) error {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.stacks[s] = struct{}{}
+	return tuneTCP(s, b.share)
+}
+
+// leave ends what join began.
+func (b *Budget) leave(s *stack.Stack) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	delete(b.stacks, s)
+}
+
+// add counts n flows more (or fewer), and shares anew when their number has
+// crossed a power of two.
+func (b *Budget) add(n int) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.flows += n
+	share := b.flow
+	if b.flows > 0 {
+		// Two directions of the next power of two flows.
+		share = max(minBuffer, min(b.flow, b.total>>(bits.Len(uint(b.flows))+1)))
+	}
+	if share == b.share {
+		return
+	}
+	b.share = share
+	for s := range b.stacks {
+		// The range was valid when the stack joined; only its top changes.
+		_ = setBuffers(s, share)
+	}
+}

@@ -1,0 +1,263 @@
+package netstack
+
+import (
+	"bytes"
+	"io"
+	"net"
+	"net/netip"
+	"sync"
+	"sync/atomic"
+	"syscall"
+
+	"github.com/culvertnet/culvert/stack/relay"
+	"gvisor.dev/gvisor/pkg/tcpip"
+	"gvisor.dev/gvisor/pkg/waiter"
+)
+
+// A Conn is the guest's end of a TCP flow: gVisor's endpoint as a
+// relay.GuestConn. One goroutine may read (Read, WriteTo) and one write (Write,
+// ReadFrom); the other methods may be called at any time.
+type Conn struct {
+	stack *Stack
+	ep    tcpip.Endpoint
+	peer  netip.Addr
+	queue waiter.Queue
+
+	readable, writable notifier
+	in, out            waiter.Entry
+
+	closed  atomic.Bool // Close or Abort was called
+	settled sync.Once   // the flow was taken off the books
+
+	// reading is held while received bytes are looked at in place: what the
+	// endpoint has received may be freed only between two looks.
+	reading sync.Mutex
+
+	read, written *atomic.Uint64 // see SetCounters
+}
+
+var _ relay.GuestConn = (*Conn)(nil)
+
+func newConn(s *Stack, peer netip.Addr) *Conn {
+	c := &Conn{stack: s, peer: peer, readable: make(notifier, 1), writable: make(notifier, 1)}
+	c.in.Init(c.readable, waiter.ReadableEvents|waiter.EventHUp|waiter.EventErr)
+	c.out.Init(c.writable, waiter.WritableEvents|waiter.EventHUp|waiter.EventErr)
+	c.queue.EventRegister(&c.in)
+	c.queue.EventRegister(&c.out)
+	s.book(peer)
+	return c
+}
+
+// book counts a flow to peer and admits peer's packets.
+func (s *Stack) book(peer netip.Addr) {
+	s.flows.Add(1)
+	s.budget.add(1)
+	s.link.filter.allow(peer)
+}
+
+// unbook ends one book.
+func (s *Stack) unbook(peer netip.Addr) {
+	s.link.filter.release(peer)
+	s.budget.add(-1)
+	s.flows.Add(-1)
+}
+
+func (c *Conn) settle() { c.settled.Do(func() { c.stack.unbook(c.peer) }) }
+
+// SetCounters makes c add the payload bytes it takes from the guest to read,
+// and those the guest's endpoint accepts to written, as they pass. It is called
+// before the first Read or Write; nil counts nothing.
+func (c *Conn) SetCounters(read, written *atomic.Uint64) { c.read, c.written = read, written }
+
+func count(counter *atomic.Uint64, n int) {
+	if counter != nil && n > 0 {
+		counter.Add(uint64(n))
+	}
+}
+
+// Read implements relay.Conn.
+func (c *Conn) Read(p []byte) (int, error) {
+	if len(p) == 0 {
+		return 0, nil
+	}
+	for {
+		w := tcpip.SliceWriter(p)
+		c.reading.Lock()
+		res, err := c.ep.Read(&w, tcpip.ReadOptions{})
+		c.reading.Unlock()
+		if err == nil {
+			count(c.read, res.Count)
+			return res.Count, nil
+		}
+		if err := c.awaitReadable(err); err != nil {
+			return 0, err
+		}
+	}
+}
+
+// awaitReadable waits if err says that nothing is there yet, and returns the
+// error of the stream otherwise.
+func (c *Conn) awaitReadable(err tcpip.Error) error {
+	if c.closed.Load() {
+		return net.ErrClosed
+	}
+	switch err.(type) {
+	case *tcpip.ErrWouldBlock:
+		<-c.readable
+		return nil
+	case *tcpip.ErrClosedForReceive:
+		return io.EOF
+	}
+	return wrapError(err)
+}
+
+// Write implements relay.Conn.
+func (c *Conn) Write(p []byte) (int, error) {
+	r := bytes.NewReader(p)
+	for r.Len() > 0 {
+		n, err := c.ep.Write(r, tcpip.WriteOptions{})
+		count(c.written, int(n))
+		if err := c.awaitWritable(n, err); err != nil {
+			return len(p) - r.Len(), err
+		}
+	}
+	return len(p), nil
+}
+
+// awaitWritable waits if a write of n bytes and err says that there is no room,
+// and returns the error of the stream otherwise.
+func (c *Conn) awaitWritable(n int64, err tcpip.Error) error {
+	if c.closed.Load() {
+		return net.ErrClosed
+	}
+	switch err.(type) {
+	case nil:
+		if n > 0 {
+			return nil
+		}
+	case *tcpip.ErrWouldBlock:
+	default:
+		return wrapError(err)
+	}
+	<-c.writable
+	return nil
+}
+
+// ReadFrom implements relay.GuestConn: it copies from the client's socket until
+// its end of stream, through no buffer of ours where the bytes come in bulk.
+func (c *Conn) ReadFrom(r io.Reader) (int64, error) {
+	if sc, ok := r.(syscall.Conn); ok {
+		if raw, err := sc.SyscallConn(); err == nil {
+			return c.readFromSocket(raw)
+		}
+	}
+	return c.readFromReader(r)
+}
+
+// WriteTo implements relay.GuestConn: it copies what the guest sends to the
+// client's socket, straight from the chunks it was received into.
+func (c *Conn) WriteTo(w io.Writer) (int64, error) {
+	if sc, ok := w.(syscall.Conn); ok {
+		if raw, err := sc.SyscallConn(); err == nil {
+			return c.writeToSocket(raw)
+		}
+	}
+	return c.writeToWriter(w)
+}
+
+// copyBuffers serve the copies that have no socket on the other side.
+var copyBuffers = sync.Pool{New: func() any { return new([32 << 10]byte) }}
+
+func (c *Conn) readFromReader(r io.Reader) (total int64, err error) {
+	buf := copyBuffers.Get().(*[32 << 10]byte)
+	defer copyBuffers.Put(buf)
+	for {
+		n, rerr := r.Read(buf[:])
+		if n > 0 {
+			m, werr := c.Write(buf[:n])
+			total += int64(m)
+			if werr != nil {
+				return total, werr
+			}
+		}
+		if rerr == io.EOF {
+			return total, nil
+		}
+		if rerr != nil {
+			return total, &relay.ClientError{Err: rerr}
+		}
+	}
+}
+
+func (c *Conn) writeToWriter(w io.Writer) (total int64, err error) {
+	buf := copyBuffers.Get().(*[32 << 10]byte)
+	defer copyBuffers.Put(buf)
+	for {
+		n, rerr := c.Read(buf[:])
+		if rerr == io.EOF {
+			return total, nil
+		}
+		if rerr != nil {
+			return total, rerr
+		}
+		m, werr := w.Write(buf[:n])
+		total += int64(m)
+		if werr != nil {
+			return total, &relay.ClientError{Err: werr}
+		}
+	}
+}
+
+// CloseRead implements relay.Conn.
+func (c *Conn) CloseRead() error { return wrapError(c.ep.Shutdown(tcpip.ShutdownRead)) }
+
+// CloseWrite implements relay.Conn.
+func (c *Conn) CloseWrite() error { return wrapError(c.ep.Shutdown(tcpip.ShutdownWrite)) }
+
+// KeepAlive implements relay.Conn.
+func (c *Conn) KeepAlive() error {
+	idle, interval := tcpip.KeepaliveIdleOption(keepAliveIdle), tcpip.KeepaliveIntervalOption(keepAliveInterval)
+	if err := c.ep.SetSockOpt(&idle); err != nil {
+		return wrapError(err)
+	}
+	if err := c.ep.SetSockOpt(&interval); err != nil {
+		return wrapError(err)
+	}
+	if err := c.ep.SetSockOptInt(tcpip.KeepaliveCountOption, keepAliveCount); err != nil {
+		return wrapError(err)
+	}
+	c.ep.SocketOptions().SetKeepAlive(true)
+	return nil
+}
+
+// Abort implements relay.Conn.
+func (c *Conn) Abort() { c.finish(c.ep.Abort) }
+
+// Close implements relay.Conn. Received bytes that nobody read make it a reset,
+// as on Linux.
+func (c *Conn) Close() error {
+	c.finish(c.ep.Close)
+	return nil
+}
+
+// finish ends the endpoint with end, the first time, and wakes both copies.
+func (c *Conn) finish(end func()) {
+	if !c.closed.CompareAndSwap(false, true) {
+		return
+	}
+	c.reading.Lock()
+	end()
+	c.reading.Unlock()
+	c.readable.wake()
+	c.writable.wake()
+	c.settle()
+}
+
+// LocalAddr returns the flow's source as the guest sees it.
+func (c *Conn) LocalAddr() string {
+	a, err := c.ep.GetLocalAddress()
+	if err != nil {
+		return ""
+	}
+	return addrPort(a).String()
+}

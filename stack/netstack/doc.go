@@ -1,0 +1,36 @@
+// Package netstack is the only package that knows gVisor. A Stack is one VM's
+// TCP/IP: it sits on one datapath.Attachment as the gateway of the guest's link
+// and dials the guest from there.
+//
+// What is used of gVisor: IPv4, TCP, UDP, their demultiplexing, timers and
+// buffers. What is not, and why:
+//
+//   - Its link endpoints. fdbased drives a tap frame by frame and without the
+//     virtio-net header; channel adds a goroutine hop. Ours (linkEndpoint) knows
+//     host GSO, partial checksums and back-pressure.
+//   - Its neighbour cache. There is one neighbour on the link, the node, and
+//     everything else lies behind it. The link layer asks for the node itself
+//     and keeps its address, so no first packet waits for a resolution, and a
+//     guest can neither poison the cache nor be answered for an address that is
+//     not the gateway's.
+//   - gonet and the copies it makes. Conn copies straight between a host socket
+//     and the endpoint's own chunks.
+//
+// # Theory of operation
+//
+// Towards the guest, gVisor's sender runs in the goroutine of whoever writes, or
+// of whoever processes an acknowledgement, and ends in outbound.WritePacket:
+// one frame, handed to the attachment at once. An attachment that has no room
+// makes the queue keep packets, in order, until Room fires. TCP payload is
+// bounded by its windows there; everything else by a short queue whose overflow
+// is counted. WritePacket never blocks (gVisor holds the endpoint's lock) and
+// reports no error for a full link (gVisor would take it for loss).
+//
+// From the guest, one goroutine a queue pair (inbound.run) reads frames in
+// batches, checks each once, and delivers it. Headers lie in a small view of
+// their own: gVisor clones the view its headers live in.
+//
+// The guest is an adversary. inbound delivers only what is addressed to the
+// gateway, from the node or from an address we dialled, with checksums verified
+// or marked partial. ARP is answered here, for the gateway's address alone.
+package netstack

@@ -1,0 +1,271 @@
+package netstack
+
+import (
+	"github.com/culvertnet/culvert/datapath"
+	"github.com/culvertnet/culvert/datapath/virtio"
+	"gvisor.dev/gvisor/pkg/buffer"
+	"gvisor.dev/gvisor/pkg/tcpip"
+	"gvisor.dev/gvisor/pkg/tcpip/checksum"
+	"gvisor.dev/gvisor/pkg/tcpip/header"
+	"gvisor.dev/gvisor/pkg/tcpip/stack"
+)
+
+const (
+	// readBatch is how many frames one ReadBatch may bring.
+	readBatch = 32
+	// headSize is the first view's length: Ethernet, IPv4 and TCP with all the
+	// options that data segments carry (14 + 20 + 32), and one of gVisor's
+	// chunk sizes. gVisor clones the chunk its headers lie in, once a packet.
+	headSize = 128
+	// bodySize holds the rest of the longest frame: 65560 - 128 < 65536.
+	bodySize = 64 << 10
+	// udpChecksumOffset is where UDP keeps its checksum (RFC 768).
+	udpChecksumOffset = 6
+	// copyBreak is the longest body that is copied to a chunk of its own size
+	// so that the 64 KiB it was read into serve again. Longer ones keep theirs:
+	// so a byte of payload never holds more than two of memory.
+	copyBreak = bodySize / 2
+)
+
+// A loan is the memory lent for one frame.
+type loan struct {
+	head, body *buffer.View
+	segs       [2][]byte
+}
+
+// An inbound reads the frames of one queue pair and delivers them to the stack.
+type inbound struct {
+	link   *linkEndpoint
+	qp     datapath.QueuePair
+	stack  stack.NetworkDispatcher
+	frames [readBatch]datapath.Frame
+	loans  [readBatch]loan
+	lent   int // of loans, in this batch
+}
+
+func newInbound(l *linkEndpoint, qp datapath.QueuePair, d stack.NetworkDispatcher) *inbound {
+	return &inbound{link: l, qp: qp, stack: d}
+}
+
+// run reads until the attachment ends.
+func (in *inbound) run() {
+	defer in.release()
+	get := in.lend
+	for {
+		in.lent = 0
+		n, err := in.qp.ReadBatch(in.frames[:], get)
+		if err != nil {
+			in.link.end(err)
+			return
+		}
+		in.link.lastFrame.Store(in.link.elapsed())
+		j := 0
+		for i := range n {
+			f := &in.frames[i]
+			// Loans are used in order; one that a skipped frame had is passed by.
+			for j < in.lent && !in.loans[j].holds(f) {
+				j++
+			}
+			if j == in.lent {
+				break // not our memory: a transport that breaks its contract
+			}
+			in.take(f, &in.loans[j])
+			j++
+		}
+	}
+}
+
+// holds reports whether f lies in l's memory.
+func (l *loan) holds(f *datapath.Frame) bool {
+	return len(f.Segs) > 0 && len(f.Segs[0]) > 0 && &f.Segs[0][0] == &l.segs[0][0]
+}
+
+// lend returns the memory of the batch's next frame, of n bytes or, when n is
+// 0, of any length.
+func (in *inbound) lend(n int) [][]byte {
+	if in.lent == readBatch {
+		return nil
+	}
+	l := &in.loans[in.lent]
+	in.lent++
+	if l.head == nil {
+		l.head = buffer.NewViewSize(headSize)
+	}
+	l.segs[0] = l.head.AsSlice()
+	if n > 0 && n <= headSize {
+		return l.segs[:1]
+	}
+	want := bodySize
+	if n > 0 {
+		want = n - headSize
+	}
+	if l.body != nil && l.body.Size() < want {
+		l.body.Release()
+		l.body = nil
+	}
+	if l.body == nil {
+		l.body = buffer.NewViewSize(want)
+	}
+	l.segs[1] = l.body.AsSlice()
+	return l.segs[:2]
+}
+
+// take checks one frame and delivers it, or counts why not.
+func (in *inbound) take(f *datapath.Frame, l *loan) {
+	link := in.link
+	if f.N < header.EthernetMinimumSize {
+		link.stats.Drop(datapath.DropTooShort)
+		return
+	}
+	if err := f.Hdr.Check(f.N, link.offer); err != nil {
+		reason := datapath.DropBadHeader
+		if err == virtio.ErrNotOffered {
+			reason = datapath.DropNotOffered
+		}
+		link.stats.Drop(reason)
+		return
+	}
+	head := l.segs[0][:min(f.N, headSize)]
+	var body []byte
+	if f.N > headSize {
+		body = l.segs[1][:f.N-headSize]
+	}
+	eth := header.Ethernet(head)
+	if eth.SourceAddress() == link.mac {
+		link.stats.Drop(datapath.DropSpoofed)
+		return
+	}
+	switch etherType(head) {
+	case header.ARPProtocolNumber:
+		if !link.neigh.handle(header.ARP(head[header.EthernetMinimumSize:])) {
+			link.stats.Drop(datapath.DropSpoofed)
+		}
+		return
+	case header.IPv4ProtocolNumber:
+		if eth.DestinationAddress() != link.mac {
+			link.stats.Drop(datapath.DropUnwanted)
+			return
+		}
+		if reason, ok := in.check4(&f.Hdr, head, body); !ok {
+			link.stats.Drop(reason)
+			return
+		}
+	default:
+		link.stats.Drop(datapath.DropUnwanted)
+		return
+	}
+	in.deliver(header.IPv4ProtocolNumber, f.N, l)
+}
+
+// check4 checks an IPv4 packet behind its Ethernet header: lengths, addresses,
+// and the checksums that nobody vouches for. gVisor checks the rest.
+func (in *inbound) check4(h *virtio.NetHdr, head, body []byte) (datapath.DropReason, bool) {
+	ip := header.IPv4(head[header.EthernetMinimumSize:])
+	total := len(ip) + len(body)
+	if len(ip) < header.IPv4MinimumSize {
+		return datapath.DropTooShort, false
+	}
+	hlen := int(ip.HeaderLength())
+	if header.IPVersion(ip) != header.IPv4Version || hlen < header.IPv4MinimumSize || hlen > len(ip) ||
+		int(ip.TotalLength()) < hlen || int(ip.TotalLength()) > total {
+		return datapath.DropBadHeader, false
+	}
+	if h.GSOType == virtio.GSONone && int(ip.TotalLength()) > int(in.link.mtu) {
+		return datapath.DropTooLong, false
+	}
+	if reason, ok := in.link.filter.check(addrs4(ip)); !ok {
+		return reason, false
+	}
+	if !in.link.rxCSum {
+		return 0, true // gVisor verifies every one itself
+	}
+	if !ip.IsChecksumValid() {
+		return datapath.DropBadChecksum, false
+	}
+	if ip.More() || ip.FragmentOffset() != 0 {
+		// A fragment's checksum spans its siblings; what is put together again
+		// is verified by gVisor, which marks it so. A fragment cannot be partial.
+		if h.Flags&virtio.FlagNeedsCSum != 0 {
+			return datapath.DropBadHeader, false
+		}
+		return 0, true
+	}
+	var at uint16 // where the transport's checksum lies in its header
+	switch ip.TransportProtocol() {
+	case header.TCPProtocolNumber:
+		at = header.TCPChecksumOffset
+	case header.UDPProtocolNumber:
+		at = udpChecksumOffset
+	default:
+		return 0, true // ICMP: gVisor verifies its sum whatever the link says
+	}
+	l4 := header.EthernetMinimumSize + hlen
+	if h.Flags&virtio.FlagNeedsCSum != 0 {
+		// A partial sum must be this packet's own: we take it as good.
+		if int(h.CSumStart) != l4 || h.CSumOffset != at {
+			return datapath.DropBadHeader, false
+		}
+		return 0, true
+	}
+	if h.Flags&virtio.FlagDataValid != 0 {
+		return 0, true
+	}
+	payload := int(ip.TotalLength()) - hlen
+	if payload < int(at)+2 {
+		return datapath.DropTooShort, false
+	}
+	if at == udpChecksumOffset && len(head) >= l4+header.UDPMinimumSize && header.UDP(head[l4:]).Checksum() == 0 {
+		return 0, true // the sender made none (RFC 768)
+	}
+	var sum checksum.Checksumer
+	first := head[l4:min(len(head), l4+payload)]
+	sum.Add(first)
+	sum.Add(body[:payload-len(first)])
+	pseudo := header.PseudoHeaderChecksum(ip.TransportProtocol(), ip.SourceAddress(), ip.DestinationAddress(), uint16(payload))
+	if checksum.Combine(sum.Checksum(), pseudo) != 0xffff {
+		return datapath.DropBadChecksum, false
+	}
+	return 0, true
+}
+
+// deliver hands the frame of n bytes in l to the stack, which keeps its memory.
+func (in *inbound) deliver(proto tcpip.NetworkProtocolNumber, n int, l *loan) {
+	head := l.head
+	l.head = nil
+	if n < headSize {
+		head.CapLength(n)
+	}
+	data := buffer.MakeWithView(head)
+	if n > headSize {
+		data.Append(l.keepBody(n - headSize))
+	}
+	pkt := stack.NewPacketBuffer(stack.PacketBufferOptions{Payload: data})
+	pkt.LinkHeader().Consume(header.EthernetMinimumSize)
+	pkt.NetworkProtocolNumber = proto
+	in.stack.DeliverNetworkPacket(proto, pkt)
+	pkt.DecRef()
+}
+
+// keepBody returns a view of the body's first n bytes that the stack may keep.
+func (l *loan) keepBody(n int) *buffer.View {
+	if n <= copyBreak && l.body.Size() == bodySize {
+		return buffer.NewViewWithData(l.segs[1][:n])
+	}
+	body := l.body
+	l.body = nil
+	body.CapLength(n)
+	return body
+}
+
+// release frees what was lent last.
+func (in *inbound) release() {
+	for i := range in.loans {
+		l := &in.loans[i]
+		if l.head != nil {
+			l.head.Release()
+		}
+		if l.body != nil {
+			l.body.Release()
+		}
+	}
+}

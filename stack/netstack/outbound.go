@@ -1,0 +1,235 @@
+package netstack
+
+import (
+	"sync"
+	"sync/atomic"
+
+	"github.com/culvertnet/culvert/datapath"
+	"github.com/culvertnet/culvert/datapath/virtio"
+	"gvisor.dev/gvisor/pkg/tcpip/header"
+	"gvisor.dev/gvisor/pkg/tcpip/stack"
+)
+
+const (
+	// maxBacklog bounds what waits for room towards a guest that takes no
+	// frames and is not TCP payload: acknowledgements, handshakes, datagrams.
+	// 1024 is the length of a usual virtqueue.
+	maxBacklog = 1024
+	// maxSegments bounds waiting TCP payload. Windows bound it already, and the
+	// payload is shared with the sender's own queue; but each retransmission
+	// adds a header: 65536 × ~600 bytes = 40 MB at the very worst.
+	maxSegments = 65536
+	// drainBatch is how many waiting packets one WriteBatch is given.
+	drainBatch = 32
+)
+
+// An outbound is one queue pair's way to the guest. send may run in any number
+// of goroutines: while the guest takes frames each hands over its own.
+type outbound struct {
+	qp    datapath.QueuePair
+	stats *datapath.Stats
+	kick  chan struct{} // a packet waits that no Room may be due for
+	done  chan struct{}
+	once  sync.Once
+
+	// full says that packets wait, and so that order demands to queue behind
+	// them. It is set and cleared under mu.
+	full atomic.Bool
+
+	mu       sync.Mutex
+	waiting  []*stack.PacketBuffer
+	segments int // of waiting, those with TCP payload
+	ended    bool
+}
+
+func newOutbound(qp datapath.QueuePair, stats *datapath.Stats) *outbound {
+	return &outbound{qp: qp, stats: stats, kick: make(chan struct{}, 1), done: make(chan struct{})}
+}
+
+// A scratch is the memory of one WriteBatch.
+type scratch struct {
+	frames [drainBatch]datapath.Frame
+	segs   [drainBatch][maxSegs][]byte
+}
+
+// maxSegs is how many pieces of a packet are handed over without a copy:
+// headers, and a super-frame's payload merged of many small writes. What is
+// longer is copied together.
+const maxSegs = 24
+
+var scratches = sync.Pool{New: func() any { return new(scratch) }}
+
+// send hands pkt to the guest, or keeps it until there is room.
+func (o *outbound) send(pkt *stack.PacketBuffer) {
+	if o.full.Load() {
+		o.keep(pkt)
+		return
+	}
+	sc := scratches.Get().(*scratch)
+	sc.fill(0, pkt)
+	n, err := o.qp.WriteBatch(sc.frames[:1])
+	sc.release(1)
+	if n == 0 && err == nil {
+		o.keep(pkt)
+	}
+	// An ended attachment takes nothing more; inbound reports its end.
+}
+
+// keep queues pkt behind what waits already.
+func (o *outbound) keep(pkt *stack.PacketBuffer) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	segment := isSegment(pkt)
+	if o.ended || (segment && o.segments >= maxSegments) || (!segment && len(o.waiting)-o.segments >= maxBacklog) {
+		o.stats.Drop(datapath.DropQueueFull)
+		return
+	}
+	if segment {
+		o.segments++
+	}
+	o.waiting = append(o.waiting, pkt.IncRef())
+	if len(o.waiting) > 1 {
+		return
+	}
+	o.full.Store(true)
+	// Room may have fired between the short WriteBatch and now, and found
+	// nothing waiting.
+	select {
+	case o.kick <- struct{}{}:
+	default:
+	}
+}
+
+// isSegment reports whether pkt carries TCP payload, which its flow's windows
+// bound.
+func isSegment(pkt *stack.PacketBuffer) bool {
+	return pkt.TransportProtocolNumber == header.TCPProtocolNumber && pkt.Data().Size() > 0
+}
+
+// run hands over what waits whenever there is room, until the attachment ends.
+func (o *outbound) run() {
+	for {
+		select {
+		case <-o.qp.Room():
+			o.drain()
+		case <-o.kick:
+			o.drain()
+		case <-o.done:
+			o.drop()
+			return
+		}
+	}
+}
+
+// drain hands over what waits, in order, as far as there is room.
+func (o *outbound) drain() {
+	sc := scratches.Get().(*scratch)
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	for len(o.waiting) > 0 {
+		batch := o.waiting[:min(drainBatch, len(o.waiting))]
+		for i, pkt := range batch {
+			sc.fill(i, pkt)
+		}
+		n, err := o.qp.WriteBatch(sc.frames[:len(batch)])
+		if err != nil {
+			n = len(batch) // to nobody
+		}
+		for i, pkt := range batch[:n] {
+			if isSegment(pkt) {
+				o.segments--
+			}
+			pkt.DecRef()
+			batch[i] = nil
+		}
+		o.waiting = o.waiting[n:]
+		if n < len(batch) {
+			sc.release(len(batch))
+			return // Room fires again
+		}
+	}
+	sc.release(drainBatch)
+	o.waiting = nil
+	o.full.Store(false)
+}
+
+// stop ends run.
+func (o *outbound) stop() { o.once.Do(func() { close(o.done) }) }
+
+// drop frees what waits; later packets are dropped at once.
+func (o *outbound) drop() {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.ended = true
+	for _, pkt := range o.waiting {
+		pkt.DecRef()
+	}
+	o.waiting, o.segments = nil, 0
+	o.full.Store(false)
+}
+
+// fill makes sc.frames[i] the frame of pkt: its bytes as they lie, and the
+// virtio-net header that leaves checksum and segmentation to the guest.
+func (sc *scratch) fill(i int, pkt *stack.PacketBuffer) {
+	f := &sc.frames[i]
+	f.Segs = sc.segs[i][:0]
+	f.N = 0
+	merged := false
+	views, skip := pkt.AsViewList()
+	for v := views.Front(); v != nil; v = v.Next() {
+		b := v.AsSlice()
+		if skip > 0 {
+			n := min(skip, len(b))
+			b, skip = b[n:], skip-n
+		}
+		if len(b) == 0 {
+			continue
+		}
+		f.N += len(b)
+		if len(f.Segs) < maxSegs {
+			f.Segs = append(f.Segs, b)
+			continue
+		}
+		if !merged {
+			// Rare: the tail is copied together into fresh memory, never behind
+			// the view's own.
+			f.Segs[maxSegs-1] = append(make([]byte, 0, datapath.MaxFrame), f.Segs[maxSegs-1]...)
+			merged = true
+		}
+		f.Segs[maxSegs-1] = append(f.Segs[maxSegs-1], b...)
+	}
+	f.Hdr = netHdr(pkt)
+}
+
+// netHdr builds the virtio-net header (virtio 1.3, 5.1.6.2) of a packet that
+// left its checksum, and perhaps its segmentation, to the guest.
+func netHdr(pkt *stack.PacketBuffer) (h virtio.NetHdr) {
+	gso := pkt.GSOOptions
+	if gso.Type == stack.GSONone || !gso.NeedsCsum {
+		return h
+	}
+	h.Flags = virtio.FlagNeedsCSum
+	h.CSumStart = header.EthernetMinimumSize + gso.L3HdrLen
+	h.CSumOffset = gso.CsumOffset
+	if pkt.Data().Size() <= int(gso.MSS) {
+		return h
+	}
+	switch gso.Type {
+	case stack.GSOTCPv4:
+		h.GSOType = virtio.GSOTCPv4
+	case stack.GSOTCPv6:
+		h.GSOType = virtio.GSOTCPv6
+	}
+	h.HdrLen = uint16(pkt.HeaderSize())
+	h.GSOSize = gso.MSS
+	return h
+}
+
+// release forgets the packets' memory and returns sc to its pool.
+func (sc *scratch) release(n int) {
+	for i := range n {
+		clear(sc.frames[i].Segs)
+		sc.frames[i].Segs = nil
+	}
+	scratches.Put(sc)
+}

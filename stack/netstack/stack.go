@@ -1,0 +1,216 @@
+package netstack
+
+import (
+	"context"
+	"crypto/sha256"
+	"errors"
+	"fmt"
+	"net/netip"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/culvertnet/culvert/datapath"
+	"gvisor.dev/gvisor/pkg/tcpip"
+	"gvisor.dev/gvisor/pkg/tcpip/header"
+	"gvisor.dev/gvisor/pkg/tcpip/network/ipv4"
+	"gvisor.dev/gvisor/pkg/tcpip/stack"
+	"gvisor.dev/gvisor/pkg/tcpip/transport/icmp"
+	"gvisor.dev/gvisor/pkg/tcpip/transport/tcp"
+	"gvisor.dev/gvisor/pkg/tcpip/transport/udp"
+)
+
+// nic is the number of a stack's only NIC.
+const nic = 1
+
+// Options describes the link and the stack on it.
+type Options struct {
+	// Node is the guest's address on the link: flows go there, or through it.
+	Node netip.Addr
+	// Gateway is our own address on the link, with the link's prefix.
+	Gateway netip.Prefix
+	// Node6 and Gateway6 are their likes of IPv6, not served yet.
+	Node6    netip.Addr
+	Gateway6 netip.Prefix
+	// MTU is the longest IP packet on the link, 576 to 65520 bytes.
+	MTU int
+	// MAC is our Ethernet address. Zero derives a locally administered one from
+	// Seed, so that it stays the same over restarts.
+	MAC  [6]byte
+	Seed string
+	// Budget bounds buffers; nil makes one of this stack's own.
+	Budget *Budget
+}
+
+// A Stack is one life of a VM's link: the attachment and the TCP/IP on it. All
+// methods are safe for concurrent use.
+type Stack struct {
+	net    *stack.Stack
+	link   *linkEndpoint
+	opts   Options
+	budget *Budget
+	start  time.Time
+
+	flows atomic.Int64 // live Conns and UDPConns
+
+	done      chan struct{}
+	err       error // what ended the attachment; set before done is closed
+	closeOnce sync.Once
+}
+
+// New starts a stack on att, which it owns from now on: Close closes it.
+func New(att datapath.Attachment, o Options) (*Stack, error) {
+	if o.MAC == ([6]byte{}) {
+		o.MAC = seededMAC(o.Seed)
+	}
+	if o.Budget == nil {
+		o.Budget = NewBudget(0, 0)
+	}
+	s := &Stack{opts: o, budget: o.Budget, start: time.Now(), done: make(chan struct{})}
+	s.net = stack.New(stack.Options{
+		NetworkProtocols:   []stack.NetworkProtocolFactory{ipv4.NewProtocol},
+		TransportProtocols: []stack.TransportProtocolFactory{tcp.NewProtocol, udp.NewProtocol, icmp.NewProtocol4},
+	})
+	s.link = newLinkEndpoint(att, o, func() int64 { return int64(time.Since(s.start)) }, s.ended)
+	if err := s.configure(); err != nil {
+		s.Close()
+		return nil, err
+	}
+	return s, nil
+}
+
+// seededMAC returns an Ethernet address of the locally administered kind (the
+// second bit of IEEE 802's first octet) that follows from seed.
+func seededMAC(seed string) (mac [6]byte) {
+	sum := sha256.Sum256([]byte("culvert gateway " + seed))
+	copy(mac[:], sum[:])
+	mac[0] = mac[0]&^1 | 2
+	return mac
+}
+
+func (s *Stack) configure() error {
+	if err := s.budget.join(s.net); err != nil {
+		return err
+	}
+	if err := s.net.CreateNICWithOptions(nic, s.link, stack.NICOptions{QDisc: s.link}); err != nil {
+		return fmt.Errorf("create nic: %w", wrapError(err))
+	}
+	own := tcpip.ProtocolAddress{
+		Protocol: ipv4.ProtocolNumber,
+		AddressWithPrefix: tcpip.AddressWithPrefix{
+			Address: address(s.opts.Gateway.Addr()), PrefixLen: s.opts.Gateway.Bits(),
+		},
+	}
+	if err := s.net.AddProtocolAddress(nic, own, stack.AddressProperties{}); err != nil {
+		return fmt.Errorf("add address %s: %w", s.opts.Gateway, wrapError(err))
+	}
+	// Everything lies at the node or behind it.
+	s.net.SetRouteTable([]tcpip.Route{{Destination: header.IPv4EmptySubnet, NIC: nic}})
+	return nil
+}
+
+// ended is told what ended the attachment.
+func (s *Stack) ended(err error) {
+	s.err = err
+	close(s.done)
+}
+
+// Connected says whether Done tells of a guest that left.
+func (s *Stack) Connected() bool { return s.link.att.Info().Connected }
+
+// Done is closed when the datapath has ended, from either side.
+func (s *Stack) Done() <-chan struct{} { return s.done }
+
+// Err returns what ended the datapath: datapath.ErrPeerGone, datapath.ErrClosed,
+// or nil while it lives.
+func (s *Stack) Err() error {
+	select {
+	case <-s.done:
+		return s.err
+	default:
+		return nil
+	}
+}
+
+// Probe asks the node for its Ethernet address (ARP) and returns how long the
+// answer took. It fails with ctx's error when none comes.
+func (s *Stack) Probe(ctx context.Context) (rtt time.Duration, err error) {
+	select {
+	case <-s.done:
+		return 0, s.err
+	default:
+	}
+	return s.link.neigh.probe(ctx)
+}
+
+// Info describes the attachment.
+func (s *Stack) Info() datapath.Info { return s.link.att.Info() }
+
+// LastFrame returns when a frame last came from the guest; zero for never.
+func (s *Stack) LastFrame() time.Time {
+	n := s.link.lastFrame.Load()
+	if n == 0 {
+		return time.Time{}
+	}
+	return s.start.Add(time.Duration(n))
+}
+
+// Stats returns the attachment's counters and the stack's own.
+func (s *Stack) Stats() Stats {
+	net := s.net.Stats()
+	return Stats{
+		Link:            s.link.stats,
+		Queues:          len(s.link.out),
+		Flows:           int(s.flows.Load()),
+		Endpoints:       len(s.net.RegisteredEndpoints()),
+		Retransmits:     net.TCP.Retransmits.Value(),
+		ChecksumErrors:  net.TCP.ChecksumErrors.Value() + net.UDP.ChecksumErrors.Value() + net.IP.MalformedPacketsReceived.Value(),
+		ReceiveDrops:    net.UDP.ReceiveBufferErrors.Value(),
+		ResetsReceived:  net.TCP.ResetsReceived.Value(),
+		SegmentsDropped: net.TCP.SegmentSendErrors.Value() + net.TCP.InvalidSegmentsReceived.Value(),
+	}
+}
+
+// Stats is a reading of a Stack's counters.
+type Stats struct {
+	Link            *datapath.Stats
+	Queues          int
+	Flows           int // live flows of ours
+	Endpoints       int // endpoints gVisor knows, those in TIME_WAIT among them
+	Retransmits     uint64
+	ChecksumErrors  uint64
+	ReceiveDrops    uint64
+	ResetsReceived  uint64
+	SegmentsDropped uint64
+}
+
+// Close resets every flow, closes the attachment and waits for all goroutines.
+// Closing again does nothing.
+func (s *Stack) Close() error {
+	s.closeOnce.Do(func() {
+		s.budget.leave(s.net)
+		s.net.Close() // resets flows while the attachment still carries the resets
+		s.link.att.Close()
+		s.net.Wait()
+		s.link.Wait()
+		s.link.end(datapath.ErrClosed)
+		s.net.Destroy()
+	})
+	return nil
+}
+
+// sendARP sends an ARP packet of ours.
+func (l *linkEndpoint) sendARP(op header.ARPOp, dst tcpip.LinkAddress, dstIP netip.Addr) {
+	b := arpFrame(op, l.mac, l.filter.own, dst, dstIP)
+	f := [1]datapath.Frame{{Segs: [][]byte{b}, N: len(b)}}
+	// A link without room loses it; the asker asks again.
+	if n, err := l.att.QueuePairs()[0].WriteBatch(f[:]); n == 0 && err == nil {
+		l.stats.Drop(datapath.DropQueueFull)
+	}
+}
+
+// address returns a as gVisor writes it.
+func address(a netip.Addr) tcpip.Address { return tcpip.AddrFromSlice(a.AsSlice()) }
+
+// errShort says that a socket held less than it had promised.
+var errShort = errors.New("client socket held less than it said")
