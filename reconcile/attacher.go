@@ -5,13 +5,13 @@ import (
 	"time"
 )
 
-// An Attacher joins a VM's datapath to the forwarder. The daemon's wiring is
-// one.
+// An Attacher joins one VM's datapath to the forwarder. The daemon's wiring is
+// one. Its methods are called one at a time, by the VM's goroutine.
 type Attacher interface {
 	// Accept waits until the VM's transport is connected and returns its link,
 	// not yet serving. Errors of one try (a peer that vanished, an interface
 	// that could not be made yet) come back as errors: the caller waits and
-	// tries again.
+	// tries again. It returns soon after ctx has ended.
 	Accept(ctx context.Context) (Link, error)
 	// AttachVM opens the VM's listeners over link: called once per life of the
 	// VM, when it first becomes ready.
@@ -26,13 +26,19 @@ type Attacher interface {
 
 // A Link is one life of a VM's datapath: its attachment and the stack on it.
 type Link interface {
-	// Probe asks the node through the datapath and returns the round-trip time.
+	// Probe asks the node through the datapath and returns the round-trip time;
+	// an error is a sentence without a subject ("no answer from 10.0.2.2"). It
+	// returns soon after ctx has ended. One is under way at a time.
 	Probe(ctx context.Context) (rtt time.Duration, err error)
 	// Connected says whether Done tells of a peer that left. Where it is false
 	// three missed probes mean that the VM is gone (C-26).
 	Connected() bool
 	// Done is closed when the datapath has ended.
 	Done() <-chan struct{}
-	// Close retires the stack and the attachment and waits for both.
+	// Err says why, once Done is closed: it is shown to people ("QEMU closed
+	// the connection"). Nil where there is nothing to say, and before Done.
+	Err() error
+	// Close retires the stack and the attachment and waits for both. It ends a
+	// Probe that is under way.
 	Close() error
 }

@@ -6,27 +6,41 @@ import (
 	"github.com/culvertnet/culvert/stack/listener"
 )
 
-// A Source says what is to be published: the config file and the CLI, the
-// containers of a VM, the Services of its cluster.
+// A Source says what is to be published: the containers of a VM, the Services
+// of its cluster. What the config file and the CLI ask for comes from Static,
+// which needs its answers at once and so applies its snapshots itself.
 type Source interface {
-	// Name tells sources apart; a Snapshot replaces the former of its source.
+	// Name tells the sources of one VM apart; a Snapshot replaces the former of
+	// its source and VM.
 	Name() string
 	// Run sends a Snapshot to out whenever what is wanted may have changed,
 	// the first as soon as it is known, until ctx ends. It returns ctx's error
-	// or the reason it cannot go on; it never closes out.
+	// or the reason it cannot go on; it never closes out. After a failure it is
+	// run again, so it begins with a listing, never with what it remembers.
 	Run(ctx context.Context, out chan<- Snapshot) error
 }
 
 // A Snapshot is all that one source wants, complete: an owner that is missing
 // from it is no longer wanted (C-31: a source that could not list sends none).
+// It is a value: nobody changes what it holds once it was sent.
 type Snapshot struct {
+	// Source is the name of the source that says so.
 	Source string
 	// VM and Generation say which life of which VM was looked at. A snapshot of
 	// an earlier generation is ignored (C-27). VM is empty for a source that
 	// speaks for every VM.
 	VM         string
 	Generation uint64
-	Owners     map[listener.Owner][]listener.Spec
+	// Wants is in the order of asking: of two owners that want one host port,
+	// the first gets it, unless the second has it already (C-3, C-45).
+	Wants []Want
+}
+
+// A Want is the whole set of listeners that one owner asks for (C-2). With no
+// specs it asks for nothing, the same as not being there.
+type Want struct {
+	Owner listener.Owner
+	Specs []listener.Spec
 }
 
 // A Publisher opens and closes listeners. *stack.Forwarder is one.
