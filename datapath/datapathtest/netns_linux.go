@@ -65,10 +65,12 @@ func (n *NetNS) Do(f func() error) error {
 // ends without unlocking takes its thread with it, and so a thread in another
 // namespace never comes back to run other goroutines.
 func onThread(f func() error) error {
-	done := make(chan error)
+	done := make(chan error, 1)
 	go func() {
 		runtime.LockOSThread()
-		done <- f()
+		err := errors.New("function ended its goroutine")
+		defer func() { done <- err }() // also when f calls FailNow against its contract
+		err = f()
 	}()
 	return <-done
 }

@@ -16,10 +16,12 @@ type Peer interface {
 	// carry this frame.
 	Send(frame []byte) error
 	// Recv returns the next frame our end sent, in memory the caller may keep.
-	// An error means that none came within timeout.
+	// Nothing but Recv reads from the transport: a peer that does not call it is
+	// a guest that takes no frames. An error means that none came within timeout.
 	Recv(timeout time.Duration) ([]byte, error)
 	// Leave makes the guest's side go away, as when its process dies, and frees
-	// what the peer holds. Leaving again does nothing and returns nil.
+	// what the peer holds. It may be called while Send and Recv are under way,
+	// and after our end has closed. Leaving again does nothing and returns nil.
 	Leave() error
 }
 
