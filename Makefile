@@ -1,0 +1,70 @@
+# What people type. The two that matter: `make demo` and `make test`.
+
+CACHE := $(or $(CULVERT_CACHE),$(XDG_CACHE_HOME:%=%/culvert),$(HOME)/.cache/culvert)
+# Where install-deps.sh puts Go when the distribution's is too old, and where go.dev says to.
+export PATH := $(CACHE)/go/bin:$(PATH):/usr/local/go/bin
+
+LINT_VERSION := v2.12.2
+LINT := $(CACHE)/bin/golangci-lint-$(LINT_VERSION)
+
+# What a skip must not hide when the whole suite runs: see CULVERT_TEST_REQUIRE in README.md.
+REQUIRE := netns,tun,qemu
+FUZZTIME ?= 10s
+
+.PHONY: build check lint test demo bench bench-smoke fuzz clean need-go
+
+build: need-go
+	CGO_ENABLED=0 go build -trimpath -o bin/culvert ./cmd/culvert
+
+need-go:
+	@go list -m >/dev/null || { \
+		echo 'culvert needs Go 1.26, or any Go from 1.21, which fetches it by itself;' >&2; \
+		echo '"contrib/install-deps.sh build" installs it, and so does https://go.dev/dl/' >&2; exit 1; }
+
+# The everyday part: no root, no VM.
+check: need-go lint
+	@out=$$(gofmt -l $$(git ls-files -co --exclude-standard '*.go')); [ -z "$$out" ] || { echo "gofmt: $$out" >&2; exit 1; }
+	@for f in contrib/*.sh contrib/guest/*.sh .ci/run; do bash -n $$f || exit 1; done
+	go vet ./...
+	GOOS=darwin GOARCH=arm64 go build ./...
+	GOOS=darwin GOARCH=arm64 go vet ./...
+	go test -short ./...
+
+lint: $(LINT)
+	$(LINT) run ./...
+
+# Built once and kept outside the tree; the file's name is its version.
+$(LINT):
+	GOBIN=$(CACHE)/bin/build go install github.com/golangci/golangci-lint/v2/cmd/golangci-lint@$(LINT_VERSION)
+	mv $(CACHE)/bin/build/golangci-lint $@
+
+# Everything there is, on a machine that has nothing yet. The second run is the
+# end-to-end suite once more without the race detector, for its bounds on memory.
+test:
+	contrib/install-deps.sh test
+	$(MAKE) check
+	contrib/guest/build.sh
+	CULVERT_TEST_REQUIRE=$(REQUIRE) go test -race -timeout 30m ./...
+	CULVERT_TEST_REQUIRE=$(REQUIRE) go test -count=1 -timeout 20m -run '^TestSuite' ./cmd/culvert
+
+demo:
+	contrib/install-deps.sh demo
+	contrib/demo.sh
+
+# Real numbers take a quiet machine and minutes; the smoke only shows that they can be taken.
+bench: need-go
+	go test -run '^$$' -bench . -benchmem -count 6 -timeout 60m ./bench/...
+
+bench-smoke: need-go
+	go test -run '^$$' -bench . -benchtime 1x -timeout 10m ./bench/...
+
+# Each fuzz target for FUZZTIME: go test takes one at a time.
+fuzz: need-go
+	@go list -f '{{if or .TestGoFiles .XTestGoFiles}}{{.ImportPath}}{{end}}' ./... | while read -r pkg; do \
+		for f in $$(go test -list '^Fuzz' $$pkg | grep '^Fuzz'); do \
+			echo "$$pkg $$f"; go test -run '^$$' -fuzz "^$$f\$$" -fuzztime $(FUZZTIME) $$pkg || exit 1; \
+		done; \
+	done
+
+clean:
+	rm -rf bin
