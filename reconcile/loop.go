@@ -1,0 +1,328 @@
+package reconcile
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/culvertnet/culvert/stack/listener"
+)
+
+const (
+	// resyncEvery is how often everything is stated again, whatever changed:
+	// what got lost in between (a listener that vanished, rows that nobody
+	// wants) is put right within this time.
+	resyncEvery = 30 * time.Second
+	// A source that fails is run again after 250 ms, then 500 ms … 30 s. One
+	// that ran for longer than the longest delay begins again with the shortest.
+	sourceBackoffMin = 250 * time.Millisecond
+	sourceBackoffMax = 30 * time.Second
+)
+
+// ErrStale says that a snapshot is of a life of a VM that has ended (C-27).
+var ErrStale = errors.New("snapshot of an earlier life of the VM")
+
+// A Loop keeps a Publisher equal to what its sources want. See the package's
+// theory of operation. All methods are safe for concurrent use.
+type Loop struct {
+	pub Publisher
+	log *slog.Logger
+	in  chan Snapshot // from the sources' goroutines to Run
+
+	ctx     context.Context // ends with Run; the sources' contexts come from it
+	cancel  context.CancelFunc
+	sources sync.WaitGroup
+
+	// mu is held while the Publisher is told something, so that it hears of
+	// snapshots one after the other. Nothing that waits for a guest happens
+	// under it.
+	mu       sync.Mutex
+	ended    bool
+	followed map[sourceKey]*followed
+	snaps    []Snapshot // the last of each source, in the order they first spoke
+	told     map[listener.Owner]told
+	clashed  map[clash]bool // those that were said
+}
+
+// A sourceKey tells sources apart.
+type sourceKey struct{ vm, name string }
+
+// followed is a source that runs, for one life of its VM.
+type followed struct {
+	generation uint64
+	cancel     context.CancelFunc
+}
+
+// told is what the Publisher was last told of an owner, and what it answered.
+type told struct {
+	specs  []listener.Spec
+	states map[listener.Spec]listener.State
+}
+
+// NewLoop returns a loop that tells pub what to publish and log what became of
+// it. It does nothing before Run, except Apply.
+func NewLoop(pub Publisher, log *slog.Logger) *Loop {
+	ctx, cancel := context.WithCancel(context.Background())
+	return &Loop{
+		pub:      pub,
+		log:      log,
+		in:       make(chan Snapshot),
+		ctx:      ctx,
+		cancel:   cancel,
+		followed: make(map[sourceKey]*followed),
+		told:     make(map[listener.Owner]told),
+		clashed:  make(map[clash]bool),
+	}
+}
+
+// Run follows the sources until ctx ends and returns nil when the last of them
+// has ended too. From then on the Publisher is told nothing more, whoever asks:
+// what is open stays open, and closing it is the Publisher's own shutdown. Run
+// is called once.
+func (l *Loop) Run(ctx context.Context) error {
+	resync := time.NewTicker(resyncEvery)
+	defer resync.Stop()
+	for {
+		select {
+		case s := <-l.in:
+			l.receive(s)
+		case <-resync.C:
+			l.resync()
+		case <-ctx.Done():
+			l.end()
+			return nil
+		}
+	}
+}
+
+// end stops the sources and waits for them. One that is about to send gets rid
+// of its snapshot, which counts no more.
+func (l *Loop) end() {
+	l.mu.Lock()
+	l.ended = true
+	l.mu.Unlock()
+	l.cancel()
+	stopped := make(chan struct{})
+	go func() {
+		l.sources.Wait()
+		close(stopped)
+	}()
+	for {
+		select {
+		case <-l.in:
+		case <-stopped:
+			return
+		}
+	}
+}
+
+// AddSource runs src until DropVM(vm) is called or the loop ends. When it fails
+// it is run again after a while; what it last wanted stays in force meanwhile
+// (C-31). Its snapshots count only when they carry the same vm and generation,
+// zero values for a source that speaks for every VM. A source of the same name
+// and VM is replaced.
+func (l *Loop) AddSource(vm string, generation uint64, src Source) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.ended {
+		return
+	}
+	ctx, cancel := context.WithCancel(l.ctx)
+	key := sourceKey{vm, src.Name()}
+	if former := l.followed[key]; former != nil {
+		former.cancel()
+	}
+	l.followed[key] = &followed{generation, cancel}
+	l.sources.Go(func() {
+		defer cancel()
+		l.follow(ctx, vm, src)
+	})
+}
+
+// follow runs src again and again until ctx ends.
+func (l *Loop) follow(ctx context.Context, vm string, src Source) {
+	log := l.log.With("source", src.Name(), "vm", vm)
+	retry := backoff{min: sourceBackoffMin, max: sourceBackoffMax}
+	said := ""
+	for {
+		began := time.Now()
+		err := src.Run(ctx, l.in)
+		if ctx.Err() != nil {
+			return
+		}
+		if err == nil {
+			err = errors.New("source ended")
+		}
+		if time.Since(began) > sourceBackoffMax {
+			retry.reset()
+			said = ""
+		}
+		if text := err.Error(); text != said {
+			said = text
+			log.Warn("source failed, its last snapshot stays", "err", err)
+		}
+		if !sleep(ctx, retry.delay()) {
+			return
+		}
+	}
+}
+
+// receive takes a snapshot from a source's goroutine.
+func (l *Loop) receive(s Snapshot) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if !l.current(s) {
+		l.log.Debug("snapshot ignored", "source", s.Source, "vm", s.VM, "generation", s.Generation)
+		return
+	}
+	l.keep(s)
+	l.converge(nil)
+}
+
+// current says whether s comes from a source that is followed, and is of the
+// same life of its VM.
+func (l *Loop) current(s Snapshot) bool {
+	f := l.followed[sourceKey{s.VM, s.Source}]
+	return f != nil && f.generation == s.Generation
+}
+
+// keep puts s in the place of its source's former snapshot.
+func (l *Loop) keep(s Snapshot) {
+	i := slices.IndexFunc(l.snaps, func(o Snapshot) bool { return o.VM == s.VM && o.Source == s.Source })
+	if i < 0 {
+		l.snaps = append(l.snaps, s)
+	} else {
+		l.snaps[i] = s
+	}
+}
+
+// Apply takes a snapshot as from a source and returns when the Publisher has
+// done what follows from it: ports that are no longer wanted are free (C-4),
+// and the outcomes are those of the owners that changed and of those in ask,
+// changed or not. A source that only applies need not be added, unless it is
+// one of a VM.
+//
+// Once begun it is not left half done: ctx counts before the first step only.
+// The error is ctx's, ErrStale, or os.ErrClosed after the loop has ended; then
+// nothing was changed.
+func (l *Loop) Apply(ctx context.Context, s Snapshot, ask ...listener.Owner) (map[listener.Owner][]listener.Outcome, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	switch {
+	case ctx.Err() != nil:
+		return nil, fmt.Errorf("apply snapshot of %s: %w", s.Source, ctx.Err())
+	case l.ended:
+		return nil, fmt.Errorf("apply snapshot of %s: %w", s.Source, os.ErrClosed)
+	case s.VM != "" && !l.current(s):
+		return nil, fmt.Errorf("apply snapshot of %s: %w", s.Source, ErrStale)
+	}
+	l.keep(s)
+	return l.converge(ask), nil
+}
+
+// DropVM ends the sources of a VM that is gone and withdraws all they wanted
+// (C-26). When it returns nothing they may still send counts; it does not wait
+// for them, Run does. Owners of sources that speak for every VM keep their rows.
+func (l *Loop) DropVM(vm string) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for key, f := range l.followed {
+		if key.vm == vm {
+			f.cancel()
+			delete(l.followed, key)
+		}
+	}
+	l.snaps = slices.DeleteFunc(l.snaps, func(s Snapshot) bool { return s.VM == vm })
+	if !l.ended {
+		l.converge(nil)
+	}
+}
+
+// resync states everything again and withdraws owners that the Publisher has
+// and nobody wants.
+func (l *Loop) resync() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for _, o := range l.pub.Owners() {
+		if _, known := l.told[o]; !known {
+			l.told[o] = told{}
+		}
+	}
+	all := make([]listener.Owner, 0, len(l.told))
+	for o := range l.told {
+		all = append(all, o)
+	}
+	l.converge(all)
+}
+
+// converge tells the Publisher the difference between what it was told and what
+// is wanted now, and again what the owners in ask want. What leaves goes before
+// what comes, so that a port can pass from one owner to the next. It returns the
+// outcomes of those it published.
+func (l *Loop) converge(ask []listener.Owner) map[listener.Owner][]listener.Outcome {
+	// A request that is cut off must not leave the Publisher half told.
+	ctx := context.Background()
+	wants, clashes := desired(l.snaps)
+	l.logClashes(clashes)
+	gone, publish := diff(l.told, wants, ask)
+	for _, o := range gone {
+		l.pub.Withdraw(ctx, o)
+		delete(l.told, o)
+		l.log.Info("withdrawn", "owner", o.String())
+	}
+	outcomes := make(map[listener.Owner][]listener.Outcome, len(publish))
+	for _, w := range publish {
+		outs := l.pub.Publish(ctx, w.Owner, w.Specs)
+		l.told[w.Owner] = told{w.Specs, l.logOutcomes(w.Owner, l.told[w.Owner].states, outs)}
+		outcomes[w.Owner] = outs
+	}
+	return outcomes
+}
+
+// logOutcomes says which states are not what they were, once each (C-7), and
+// returns what they are.
+func (l *Loop) logOutcomes(o listener.Owner, were map[listener.Spec]listener.State, outs []listener.Outcome) map[listener.Spec]listener.State {
+	are := make(map[listener.Spec]listener.State, len(outs))
+	for _, out := range outs {
+		are[out.Spec] = out.State
+		if out.State == were[out.Spec] {
+			continue
+		}
+		level := slog.LevelInfo
+		if out.State == listener.Failed || out.State == listener.Skipped {
+			level = slog.LevelWarn
+		}
+		l.log.Log(context.Background(), level, "publish", "state", out.State.String(),
+			"owner", o.String(), "vm", out.Spec.Target.VM, "spec", out.Spec.String(), "detail", out.Detail)
+	}
+	return are
+}
+
+// logClashes says each clash once for as long as it lasts.
+func (l *Loop) logClashes(clashes []clash) {
+	now := make(map[clash]bool, len(clashes))
+	for _, c := range clashes {
+		now[c] = true
+		if !l.clashed[c] {
+			l.log.Warn("owner wanted twice", "owner", c.owner.String(), "source", c.has, "ignored", c.wanted)
+		}
+	}
+	l.clashed = now
+}
+
+// sleep waits for d and says whether ctx is still alive then.
+func sleep(ctx context.Context, d time.Duration) bool {
+	t := time.NewTimer(d)
+	defer t.Stop()
+	select {
+	case <-t.C:
+		return true
+	case <-ctx.Done():
+		return false
+	}
+}
