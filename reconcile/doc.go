@@ -42,7 +42,8 @@
 //	gone ───────────────────┘     (with a connection)     │
 //	  ▲        attached again                             │
 //	  └───────────────────────────────────────────────────┘
-//	     the datapath ended, or three probes missed without a connection
+//	     from stalled and ready: the datapath ended, or, without a connection,
+//	     three probes missed
 //
 // An attached VM that has not answered yet is stalled, not waiting: C-25 keeps
 // waiting for "nothing attached", and ready for a probe that has passed. The

@@ -1,0 +1,178 @@
+package reconcile
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"sync"
+	"testing"
+	"testing/synctest"
+
+	"github.com/culvertnet/culvert/stack/listener"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+)
+
+func inStatic(t *testing.T, f func(t *testing.T, s *Static, p *publisher)) {
+	t.Helper()
+	inLoop(t, func(t *testing.T, l *Loop, p *publisher, _ *logBuffer) { f(t, NewStatic(l), p) })
+}
+
+func owners(all []Published) []string {
+	var ids []string
+	for _, p := range all {
+		ids = append(ids, p.Owner.String())
+	}
+	return ids
+}
+
+func TestStaticAddAndRemove(t *testing.T) {
+	inStatic(t, func(t *testing.T, s *Static, p *publisher) {
+		web, dns := mustSpec(t, "default", "8080:80"), mustSpec(t, "default", "127.0.0.1:53:5353/udp")
+		p.state[listener.Owner{Kind: listener.KindCLI, ID: "127.0.0.1:53:5353/udp"}] = listener.Failed
+
+		all, err := s.Add(t.Context(), dns, web)
+		require.NoError(t, err)
+		assert.Equal(t, []string{"cli 127.0.0.1:53:5353/udp", "cli 8080:80/tcp"}, owners(all))
+		assert.Equal(t, listener.Failed, all[0].Outcome.State)
+		assert.Equal(t, web, all[1].Outcome.Spec)
+		assert.Equal(t, listener.Forwarded, all[1].Outcome.State)
+		p.takeCalls()
+
+		// Again: told anew, and nothing else is touched.
+		all, err = s.Add(t.Context(), web, web)
+		require.NoError(t, err)
+		assert.Equal(t, []string{"cli 8080:80/tcp", "cli 8080:80/tcp"}, owners(all))
+		assert.Equal(t, listener.Forwarded, all[1].Outcome.State)
+		assert.Equal(t, []string{"publish 8080:80/tcp"}, p.takeCalls())
+
+		unknown, err := s.Remove(t.Context(), mustSpec(t, "default", "9:9"), web, mustSpec(t, "vm2", "127.0.0.1:53:5353/udp"))
+		require.NoError(t, err)
+		assert.Equal(t, []listener.Spec{mustSpec(t, "default", "9:9"), mustSpec(t, "vm2", "127.0.0.1:53:5353/udp")}, unknown)
+		assert.Equal(t, []string{"withdraw 8080:80/tcp"}, p.takeCalls(), "done when Remove returns (C-4)")
+
+		unknown, err = s.Remove(t.Context(), web)
+		require.NoError(t, err)
+		assert.Equal(t, []listener.Spec{web}, unknown)
+		assert.Empty(t, p.takeCalls())
+	})
+}
+
+func TestStaticSetConfigIsADifference(t *testing.T) {
+	inStatic(t, func(t *testing.T, s *Static, p *publisher) {
+		a, b, c := mustSpec(t, "default", "1:80"), mustSpec(t, "default", "2:80"), mustSpec(t, "default", "3:80")
+		_, err := s.Add(t.Context(), c)
+		require.NoError(t, err)
+		all, err := s.SetConfig(t.Context(), a, b, a)
+		require.NoError(t, err)
+		assert.Equal(t, []string{"config 1:80/tcp", "config 2:80/tcp", "config 1:80/tcp"}, owners(all))
+		assert.Equal(t, []string{"publish 3:80/tcp", "publish 1:80/tcp", "publish 2:80/tcp"}, p.takeCalls())
+
+		_, err = s.SetConfig(t.Context(), c, b)
+		require.NoError(t, err)
+		calls := p.takeCalls()
+		assert.Equal(t, "withdraw 1:80/tcp", calls[0])
+		assert.Equal(t, []string{"2:80/tcp 2:80/tcp", "3:80/tcp 3:80/tcp", "3:80/tcp 3:80/tcp"}, p.has(), "config and cli are owners of their own")
+
+		// unpublish takes back what publish asked for, not the file's.
+		unknown, err := s.Remove(t.Context(), b, c)
+		require.NoError(t, err)
+		assert.Equal(t, []listener.Spec{b}, unknown)
+		o, has := s.Owner(listener.KindConfig, b)
+		assert.True(t, has)
+		assert.Equal(t, listener.Owner{Kind: listener.KindConfig, ID: "2:80/tcp"}, o)
+		_, has = s.Owner(listener.KindCLI, c)
+		assert.False(t, has)
+
+		_, err = s.SetConfig(t.Context())
+		require.NoError(t, err)
+		assert.Empty(t, p.has())
+	})
+}
+
+func TestStaticOwnersOfSeveralVMsDoNotCollide(t *testing.T) {
+	inStatic(t, func(t *testing.T, s *Static, p *publisher) {
+		one, two, three := mustSpec(t, "one", "0:80"), mustSpec(t, "two", "0:80"), mustSpec(t, "three", "0:80")
+		all, err := s.SetConfig(t.Context(), one, two, three)
+		require.NoError(t, err)
+		assert.Equal(t, []string{"config 0:80/tcp", "config two/0:80/tcp", "config three/0:80/tcp"}, owners(all))
+		all, err = s.Add(t.Context(), two)
+		require.NoError(t, err)
+		assert.Equal(t, []string{"cli 0:80/tcp"}, owners(all), "each kind by itself")
+
+		// The first leaves: the others keep their ids, so their listeners are not
+		// touched (C-2); one that comes takes the free id.
+		all, err = s.SetConfig(t.Context(), three, two, mustSpec(t, "four", "0:80"))
+		require.NoError(t, err)
+		assert.Equal(t, []string{"config three/0:80/tcp", "config two/0:80/tcp", "config 0:80/tcp"}, owners(all))
+
+		unknown, err := s.Remove(t.Context(), two)
+		require.NoError(t, err)
+		assert.Empty(t, unknown)
+	})
+}
+
+func TestStaticAnotherSourceReplacesThePublish(t *testing.T) {
+	inStatic(t, func(t *testing.T, s *Static, p *publisher) {
+		spec := mustSpec(t, "default", "8080:80")
+		_, err := s.Add(t.Context(), spec)
+		require.NoError(t, err)
+		spec.Source = listener.SourceClient
+		all, err := s.Add(t.Context(), spec)
+		require.NoError(t, err)
+		assert.Equal(t, listener.SourceClient, all[0].Outcome.Spec.Source)
+		assert.Len(t, p.has(), 1)
+	})
+}
+
+func TestStaticErrorChangesNothing(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		p := newPublisher()
+		logger, _ := newLog()
+		l := NewLoop(p, logger)
+		s := NewStatic(l)
+		a, b := mustSpec(t, "default", "1:80"), mustSpec(t, "default", "2:80")
+		_, err := s.Add(t.Context(), a)
+		require.NoError(t, err)
+
+		_, err = s.Add(t.Context(), b, mustSpec(t, "", "3:80"))
+		require.ErrorContains(t, err, "add publish 3:80/tcp: publish names no VM")
+		cancelled, cancel := context.WithCancel(t.Context())
+		cancel()
+		_, err = s.SetConfig(cancelled, b)
+		require.ErrorIs(t, err, context.Canceled)
+		_, err = s.Remove(cancelled, a)
+		require.ErrorIs(t, err, context.Canceled)
+		_, has := s.Owner(listener.KindCLI, a)
+		assert.True(t, has)
+		_, has = s.Owner(listener.KindConfig, b)
+		assert.False(t, has)
+		assert.Equal(t, []string{"1:80/tcp 1:80/tcp"}, p.has())
+
+		require.NoError(t, l.Run(cancelled))
+		_, err = s.Add(t.Context(), b)
+		require.ErrorIs(t, err, os.ErrClosed)
+	})
+}
+
+// Two changes at a time must not undo each other: the loop gets whole snapshots.
+func TestStaticConcurrentChangesAllCount(t *testing.T) {
+	inStatic(t, func(t *testing.T, s *Static, p *publisher) {
+		var clients sync.WaitGroup
+		for i := range 50 {
+			clients.Go(func() {
+				spec := mustSpec(t, "default", fmt.Sprintf("%d:80", 1000+i))
+				if _, err := s.Add(t.Context(), spec); err != nil {
+					t.Error(err)
+				}
+				if i%2 == 0 {
+					if _, err := s.Remove(t.Context(), spec); err != nil {
+						t.Error(err)
+					}
+				}
+			})
+		}
+		clients.Wait()
+		assert.Len(t, p.has(), 25)
+	})
+}
