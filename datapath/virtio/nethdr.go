@@ -94,18 +94,19 @@ func (h *NetHdr) Check(n int, offered Offloads) error {
 		return nil
 	}
 	var need Offloads
-	switch h.GSOType &^ GSOECN {
+	switch h.GSOType {
 	case GSOTCPv4:
 		need = OffloadTSO4
 	case GSOTCPv6:
 		need = OffloadTSO6
-	case GSOUDPL4:
+	case GSOTCPv4 | GSOECN:
+		need = OffloadTSO4 | OffloadECN
+	case GSOTCPv6 | GSOECN:
+		need = OffloadTSO6 | OffloadECN
+	case GSOUDPL4: // does not say which family
 		need = OffloadUSO4 | OffloadUSO6
-	default:
+	default: // UFO, a type of a later version, ECN without TCP
 		return ErrBadHeader
-	}
-	if h.GSOType&GSOECN != 0 {
-		need |= OffloadECN
 	}
 	if !offered.Has(need) {
 		return ErrNotOffered
