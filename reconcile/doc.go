@@ -19,7 +19,8 @@
 // and publishes those whose specs changed. The Publisher does the same one step
 // down, between an owner's specs and its sockets. So a lost, repeated or
 // reordered event costs nothing but time: the next snapshot puts it right, and
-// every 30 s everything is stated again and owners without a want are pruned.
+// every 30 s, and when a VM came or went, everything is stated again and owners
+// without a want are pruned.
 //
 // The state of a row (pending, forwarded …) is the Publisher's. It knows which
 // VMs are attached, retries failed binds and promotes owners by itself; the loop

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"log/slog"
 	"maps"
+	"runtime"
 	"slices"
 	"strings"
 	"sync"
@@ -66,6 +67,7 @@ func (p *publisher) enter(call string) {
 
 func (p *publisher) Publish(ctx context.Context, o listener.Owner, specs []listener.Spec) []listener.Outcome {
 	p.enter("publish " + o.ID)
+	runtime.Gosched() // others get their chance to be in the way
 	if p.gate != nil {
 		<-p.gate
 	}

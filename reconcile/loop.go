@@ -33,6 +33,7 @@ type Loop struct {
 	pub Publisher
 	log *slog.Logger
 	in  chan Snapshot // from the sources' goroutines to Run
+	now chan struct{} // holds one while a resync is asked for
 
 	ctx     context.Context // ends with Run; the sources' contexts come from it
 	cancel  context.CancelFunc
@@ -72,6 +73,7 @@ func NewLoop(pub Publisher, log *slog.Logger) *Loop {
 		pub:      pub,
 		log:      log,
 		in:       make(chan Snapshot),
+		now:      make(chan struct{}, 1),
 		ctx:      ctx,
 		cancel:   cancel,
 		followed: make(map[sourceKey]*followed),
@@ -92,6 +94,8 @@ func (l *Loop) Run(ctx context.Context) error {
 		case s := <-l.in:
 			l.receive(s)
 		case <-resync.C:
+			l.resync()
+		case <-l.now:
 			l.resync()
 		case <-ctx.Done():
 			l.end()
@@ -240,6 +244,16 @@ func (l *Loop) DropVM(vm string) {
 	l.snaps = slices.DeleteFunc(l.snaps, func(s Snapshot) bool { return s.VM == vm })
 	if !l.ended {
 		l.converge(nil)
+	}
+}
+
+// Resync asks Run to state everything again, and to say which states are not
+// what they were: for those who know that much has changed, as when a VM came or
+// went. It returns at once.
+func (l *Loop) Resync() {
+	select {
+	case l.now <- struct{}{}:
+	default:
 	}
 }
 

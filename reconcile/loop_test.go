@@ -296,9 +296,14 @@ func TestApplyIsWholeOrNothing(t *testing.T) {
 		cancel()
 		p.gate <- struct{}{}
 		require.NoError(t, <-done)
+		p.gate = nil
 		assert.Equal(t, []string{"a 80:80/tcp", "b 81:80/tcp"}, p.has())
 
 		// It works before Run, and not after it.
+		src := newSource("containers")
+		l.AddSource("default", 1, src)
+		_, err = l.Apply(t.Context(), Snapshot{Source: "containers", VM: "default", Generation: 1, Wants: []Want{want(t, "c", "82:80")}})
+		require.NoError(t, err)
 		ended, end := context.WithCancel(t.Context())
 		end()
 		require.NoError(t, l.Run(ended))
@@ -306,7 +311,7 @@ func TestApplyIsWholeOrNothing(t *testing.T) {
 		require.ErrorIs(t, err, os.ErrClosed)
 		l.AddSource("", 0, newSource("late"))
 		l.DropVM("default")
-		assert.Equal(t, []string{"a 80:80/tcp", "b 81:80/tcp"}, p.has(), "what is open is closed by the Publisher's shutdown")
+		assert.Equal(t, []string{"a 80:80/tcp", "b 81:80/tcp", "c 82:80/tcp"}, p.has(), "what is open is closed by the Publisher's shutdown")
 	})
 }
 

@@ -234,6 +234,7 @@ func (s *VMs) live(ctx context.Context, v *vm, link Link) (why string) {
 	v.Attacher.DetachVM()
 	s.loop.DropVM(v.Name)
 	s.update(v, func(view *VMView) { view.State, view.Detail, view.Probe.OK = VMGone, why, false })
+	s.loop.Resync()
 	if err := link.Close(); err != nil {
 		v.log.Warn("close of link failed", "err", err)
 	}
@@ -281,6 +282,7 @@ func (s *VMs) watch(ctx context.Context, v *vm, link Link, generation uint64, re
 				}
 			}
 			s.update(v, r.passed)
+			s.loop.Resync()
 		case r.err == nil:
 			s.update(v, r.passed)
 		case !attached && !link.Connected() && time.Since(began) >= firstAnswerWithin:

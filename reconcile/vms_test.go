@@ -10,6 +10,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/culvertnet/culvert/stack/listener"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 )
@@ -401,17 +402,29 @@ func TestFB121RandomLives(t *testing.T) {
 // set up from its own listing each time, and nobody types anything.
 func TestFB119EveryBootRestoresTheForwards(t *testing.T) {
 	inVMs(t, func(t *testing.T, b *vmBench) {
+		ssh := listener.Owner{Kind: listener.KindConfig, ID: "22:22/tcp"}
+		row := func(state listener.State) {
+			b.publisher.mu.Lock()
+			defer b.publisher.mu.Unlock()
+			b.publisher.state[ssh] = state
+		}
+		row(listener.Pending)
 		_, err := NewStatic(b.loop).SetConfig(t.Context(), mustSpec(t, "default", "22:22"))
 		require.NoError(t, err)
 		for boot := range uint64(20) {
+			row(listener.Forwarded)
 			l := b.ready(t, "guest", true)
 			b.sources[boot].send <- Snapshot{Source: "containers", VM: "default", Generation: boot + 1, Wants: []Want{
 				want(t, "db", "5432:5432"), want(t, "web", "80:80", "443:443"),
 			}}
 			synctest.Wait()
 			assert.Equal(t, []string{"22:22/tcp 22:22/tcp", "db 5432:5432/tcp", "web 443:443/tcp", "web 80:80/tcp"}, b.has())
+			row(listener.Pending)
 			close(l.done)
 			require.NoError(t, b.Wait(t.Context(), "default", VMGone))
+			synctest.Wait()
+			assert.Equal(t, int(boot)+1, b.log.lines("state=forwarded", "22:22/tcp"), "said at once, once a boot")
+			assert.Equal(t, int(boot)+2, b.log.lines("state=pending", "22:22/tcp"))
 			assert.Equal(t, []string{"22:22/tcp 22:22/tcp"}, b.has(), "gone with what they came from (C-26)")
 		}
 		assert.NotContains(t, b.publisher.takeCalls(), "withdraw 22:22/tcp")
@@ -485,6 +498,22 @@ func TestVMsAdd(t *testing.T) {
 	})
 }
 
+func TestVMsCloseEndsAllAtOnce(t *testing.T) {
+	inVMs(t, func(t *testing.T, b *vmBench) {
+		b.ready(t, "one", true).slow = time.Hour
+		other := newAttacher()
+		require.NoError(t, b.VMs.Add(VM{Name: "other", Attacher: other}))
+		l := other.newLink("two", true)
+		l.slow = time.Hour
+		other.next <- l
+		require.NoError(t, b.Wait(t.Context(), "other", VMReady))
+		began := time.Now()
+		b.VMs.Close()
+		assert.Equal(t, time.Hour, time.Since(began))
+		assert.Equal(t, []string{"attach two", "detach two", "close two", "close"}, other.takeCalls())
+	})
+}
+
 func TestWait(t *testing.T) {
 	inVMs(t, func(t *testing.T, b *vmBench) {
 		require.ErrorIs(t, b.Wait(t.Context(), "nobody", VMReady), ErrNoSuchVM)
@@ -497,19 +526,22 @@ func TestWait(t *testing.T) {
 		require.ErrorIs(t, err, context.DeadlineExceeded)
 		require.ErrorContains(t, err, `wait for VM "default" to be ready: it is waiting (nothing has attached yet; last try: boom)`)
 
-		l := b.ready(t, "one", true)
+		b.ready(t, "one", true)
 		ctx, cancel = context.WithTimeout(t.Context(), time.Second)
 		defer cancel()
 		require.ErrorContains(t, b.Wait(ctx, "default", VMGone), "to be gone: it is ready: ")
 
-		// A waiter that is slower than the next life sees the end of the former.
+		// A waiter sees the end of the life that was there, also when it is so slow
+		// that the next is ready before it looks.
 		met := make(chan error, 1)
 		go func() { met <- b.Wait(t.Context(), "default", VMGone) }()
 		synctest.Wait()
-		b.next <- b.attacher.newLink("two", true)
-		close(l.done)
+		b.VMs.mu.Lock()
+		v := b.find("default")
+		v.view.Generation++
+		b.tell(v)
+		b.VMs.mu.Unlock()
 		require.NoError(t, <-met)
-		require.NoError(t, b.Wait(t.Context(), "default", VMReady))
 
 		// Removal meets gone, and ends the wait for anything else.
 		never := make(chan error, 1)
