@@ -303,7 +303,7 @@ func fullThenGone(t *testing.T, ours datapath.Attachment, guest Peer) {
 				select { // never full: it is Room alone that tells a writer
 				case <-qp.Room():
 				case <-time.After(patience):
-					wrote <- errors.New("Room did not fire at the end")
+					wrote <- errors.New("no value from Room at the end")
 					return
 				}
 			}

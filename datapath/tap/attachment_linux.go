@@ -99,12 +99,9 @@ func (a *attachment) Close() error {
 		a.closed.Store(true)
 		close(a.stop)
 		for _, q := range a.queue {
-			// Who had the lock before may start one more awaitRoom, nobody after.
-			q.mu.Lock()
-			q.mu.Unlock() //nolint:staticcheck // SA2001: the empty section is a barrier
-			if err := q.file.Close(); err != nil {
-				a.closeErr = errors.Join(a.closeErr, err)
-			}
+			q.mu.Lock() // after it nobody starts an awaitRoom
+			a.closeErr = errors.Join(a.closeErr, q.file.Close())
+			q.mu.Unlock()
 			q.fire()
 		}
 		a.wg.Wait()

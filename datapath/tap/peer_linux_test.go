@@ -6,7 +6,6 @@ import (
 	"os"
 	"path/filepath"
 	"sync"
-	"syscall"
 	"testing"
 	"time"
 
@@ -58,7 +57,6 @@ func mustOpen(t *testing.T, ns *datapathtest.NetNS, cfg Config) datapath.Attachm
 // A peer plays the guest with a packet socket on the interface.
 type peer struct {
 	sock *os.File
-	raw  syscall.RawConn
 	mtu  int
 	once sync.Once
 	gone func() error // makes the guest go

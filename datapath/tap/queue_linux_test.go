@@ -205,19 +205,101 @@ func TestDrops(t *testing.T) {
 	}
 }
 
+// mustJoin makes an attachment over a socket that keeps record boundaries, for
+// what a tap's kernel does not do by itself.
+func mustJoin(t *testing.T) (a *attachment, guest *os.File) {
+	t.Helper()
+	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, 0)
+	require.NoError(t, err)
+	guest = os.NewFile(uintptr(fds[1]), "guest")
+	t.Cleanup(func() { _ = guest.Close() })
+	a, err = newAttachment(datapath.Info{Name: "socket"}, []*os.File{os.NewFile(uintptr(fds[0]), "ours")}, nil)
+	require.NoError(t, err)
+	t.Cleanup(func() { assert.NoError(t, a.Close()) })
+	return a, guest
+}
+
+// TestFB143FB146Lengths: whatever length the file delivers, from nothing but a
+// header to more than the longest frame, is taken or counted, and what follows
+// is read.
+func TestFB143FB146Lengths(t *testing.T) {
+	datapathtest.Leaks(t)
+	a, guest := mustJoin(t)
+	send := func(n int) { // n bytes, header included
+		t.Helper()
+		_, err := guest.Write(make([]byte, n))
+		require.NoError(t, err)
+	}
+	frames := make([]datapath.Frame, 2)
+	for _, test := range []struct {
+		n      int // of the frame
+		reason datapath.DropReason
+		taken  bool
+	}{
+		{-9, datapath.DropTooShort, false},
+		{-1, datapath.DropTooShort, false},
+		{0, datapath.DropTooShort, false},
+		{13, datapath.DropTooShort, false},
+		{14, 0, true},
+		{65549, 0, true},
+		{datapath.MaxFrame, 0, true},
+		{datapath.MaxFrame + 1, datapath.DropTooLong, false},
+		{70_000, datapath.DropTooLong, false},
+	} {
+		before := a.Stats().AllDrops()
+		send(virtio.HdrSize + test.n)
+		send(virtio.HdrSize + 60)
+		var got []int
+		for len(got) == 0 || got[len(got)-1] != 60 {
+			n, err := a.QueuePairs()[0].ReadBatch(frames, lend)
+			require.NoError(t, err)
+			for _, f := range frames[:n] {
+				got = append(got, f.N)
+			}
+		}
+		if test.taken {
+			assert.Equal(t, []int{test.n, 60}, got)
+			assert.Equal(t, before, a.Stats().AllDrops())
+			continue
+		}
+		assert.Equal(t, []int{60}, got, "%d bytes", test.n)
+		before[test.reason.String()]++
+		assert.Equal(t, before, a.Stats().AllDrops(), "%d bytes", test.n)
+	}
+}
+
+// TestFlood: frames that are all dropped do not keep ReadBatch from Close.
+func TestFlood(t *testing.T) {
+	datapathtest.Leaks(t)
+	a, guest := mustJoin(t)
+	flood := make(chan error, 1)
+	go func() {
+		for {
+			if _, err := guest.Write(make([]byte, virtio.HdrSize)); err != nil {
+				flood <- err
+				return
+			}
+		}
+	}()
+	read := make(chan error, 1)
+	go func() {
+		_, err := a.QueuePairs()[0].ReadBatch(make([]datapath.Frame, 4), lend)
+		read <- err
+	}()
+	require.Eventually(t, func() bool { return a.Stats().Drops(datapath.DropTooShort) > 100 }, patience, time.Millisecond)
+	require.NoError(t, a.Close())
+	assert.ErrorIs(t, <-read, datapath.ErrClosed)
+	assert.Error(t, <-flood)
+}
+
 // TestRoom: when the file takes no more, WriteBatch is short and returns; Room
 // fires when it takes frames again, not before, and at the end. A socket stands
 // in for the tap, whose send buffer has no limit unless it is given one.
 func TestRoom(t *testing.T) {
 	datapathtest.Leaks(t)
-	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, 0)
-	require.NoError(t, err)
-	guest := os.NewFile(uintptr(fds[1]), "guest")
-	defer func() { _ = guest.Close() }()
-	a, err := newAttachment(datapath.Info{Name: "socket"}, []*os.File{os.NewFile(uintptr(fds[0]), "ours")}, nil)
-	require.NoError(t, err)
-	defer func() { assert.NoError(t, a.Close()) }()
+	a, guest := mustJoin(t)
 	qp := a.QueuePairs()[0]
+	var err error
 
 	frames := make([]datapath.Frame, 10)
 	for i := range frames {
