@@ -16,6 +16,11 @@ const settle = 3 * time.Second
 // are the process's: a test that uses it does not run in parallel with others.
 func Leaks(tb testing.TB) {
 	tb.Helper()
+	leaks(tb, settle)
+}
+
+func leaks(tb testing.TB, settle time.Duration) {
+	tb.Helper()
 	warmPoller(tb)
 	fds, goroutines := openFDs(tb), runtime.NumGoroutine()
 	tb.Cleanup(func() {
