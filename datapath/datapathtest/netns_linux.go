@@ -23,7 +23,7 @@ func NewNetNS(tb testing.TB) *NetNS {
 		n.file, err = os.Open(fmt.Sprintf("/proc/self/task/%d/ns/net", unix.Gettid()))
 		return err
 	})
-	Require(tb, "netns", !errors.Is(err, unix.EPERM), "run as root, or under `unshare --user --map-root-user`")
+	Require(tb, "netns", !errors.Is(err, unix.EPERM), "run as root, or under `unshare --user --map-root-user --net`")
 	if err != nil {
 		tb.Fatalf("make network namespace: %v", err)
 	}
