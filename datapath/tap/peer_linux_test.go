@@ -68,7 +68,7 @@ type peer struct {
 func newPeer(t *testing.T, ns *datapathtest.NetNS, vnet bool) *peer {
 	t.Helper()
 	p := &peer{gone: func() error { return nil }}
-	require.NoError(t, ns.Do(func() error {
+	err := ns.Do(func() error {
 		link, err := netlink.LinkByName(ifname)
 		if err != nil {
 			return err
@@ -96,8 +96,12 @@ func newPeer(t *testing.T, ns *datapathtest.NetNS, vnet bool) *peer {
 			}
 		}
 		return unix.Bind(fd, &unix.SockaddrLinklayer{Protocol: all, Ifindex: link.Attrs().Index})
-	}))
-	t.Cleanup(func() { _ = p.sock.Close() })
+	})
+	if p.sock != nil {
+		t.Cleanup(func() { _ = p.sock.Close() })
+	}
+	datapathtest.Require(t, "netns", !errors.Is(err, unix.EPERM), "run as root: SO_RCVBUFFORCE is not for user namespaces")
+	require.NoError(t, err)
 	return p
 }
 
