@@ -33,7 +33,7 @@ type Conn struct {
 	// endpoint has received may be freed only between two looks.
 	reading sync.Mutex
 
-	read, written *atomic.Uint64 // see SetCounters
+	read, written *relay.Meter // see SetMeters
 }
 
 var _ relay.GuestConn = (*Conn)(nil)
@@ -64,16 +64,8 @@ func (s *Stack) unbook(peer netip.Addr) {
 
 func (c *Conn) settle() { c.settled.Do(func() { c.stack.unbook(c.peer) }) }
 
-// SetCounters makes c add the payload bytes it takes from the guest to read,
-// and those the guest's endpoint accepts to written, as they pass. It is called
-// before the first Read or Write; nil counts nothing.
-func (c *Conn) SetCounters(read, written *atomic.Uint64) { c.read, c.written = read, written }
-
-func count(counter *atomic.Uint64, n int) {
-	if counter != nil && n > 0 {
-		counter.Add(uint64(n))
-	}
-}
+// SetMeters implements relay.GuestConn.
+func (c *Conn) SetMeters(read, written *relay.Meter) { c.read, c.written = read, written }
 
 // Read implements relay.Conn.
 func (c *Conn) Read(p []byte) (int, error) {
@@ -86,7 +78,7 @@ func (c *Conn) Read(p []byte) (int, error) {
 		res, err := c.ep.Read(&w, tcpip.ReadOptions{})
 		c.reading.Unlock()
 		if err == nil {
-			count(c.read, res.Count)
+			c.read.Add(res.Count)
 			return res.Count, nil
 		}
 		if err := c.awaitReadable(err); err != nil {
@@ -116,7 +108,7 @@ func (c *Conn) Write(p []byte) (int, error) {
 	r := bytes.NewReader(p)
 	for r.Len() > 0 {
 		n, err := c.ep.Write(r, tcpip.WriteOptions{})
-		count(c.written, int(n))
+		c.written.Add(int(n))
 		if err := c.awaitWritable(n, err); err != nil {
 			return len(p) - r.Len(), err
 		}

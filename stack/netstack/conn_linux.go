@@ -125,7 +125,7 @@ func (r *socketReader) probe() bool {
 func (r *socketReader) write(p tcpip.Payloader) bool {
 	n, err := r.c.ep.Write(p, tcpip.WriteOptions{})
 	r.total += n
-	count(r.c.written, int(n))
+	r.c.written.Add(int(n))
 	switch err.(type) {
 	case nil:
 		return n > 0
@@ -247,7 +247,7 @@ func (w *socketWriter) once(fd int, g *gather) (done, again bool) {
 		g.left = n
 		_, _ = c.ep.Read((*discard)(g), tcpip.ReadOptions{})
 		w.total += int64(n)
-		count(c.read, n)
+		c.read.Add(n)
 		c.moderate(n)
 		return false, true
 	}

@@ -4,10 +4,12 @@ import (
 	"context"
 	"encoding/binary"
 	"net/netip"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
 
+	"github.com/culvertnet/culvert/datapath"
 	"gvisor.dev/gvisor/pkg/tcpip"
 	"gvisor.dev/gvisor/pkg/tcpip/header"
 )
@@ -39,8 +41,9 @@ func newNeighbour(o Options, sendARP func(header.ARPOp, tcpip.LinkAddress, netip
 // mac returns the node's Ethernet address.
 func (n *neighbour) mac() tcpip.LinkAddress { return *n.addr.Load() }
 
-// probe asks for the node's address and returns how long the answer took.
-func (n *neighbour) probe(ctx context.Context) (time.Duration, error) {
+// probe asks for the node's address and returns how long the answer took. It
+// gives up when ctx does or the link has ended.
+func (n *neighbour) probe(ctx context.Context, ended <-chan struct{}) (time.Duration, error) {
 	answered := make(chan struct{})
 	n.mu.Lock()
 	n.waiting = append(n.waiting, answered)
@@ -51,17 +54,20 @@ func (n *neighbour) probe(ctx context.Context) (time.Duration, error) {
 	select {
 	case <-answered:
 		return time.Since(start), nil
+	case <-ended:
+		n.forget(answered)
+		return 0, datapath.ErrClosed
 	case <-ctx.Done():
-		n.mu.Lock()
-		defer n.mu.Unlock()
-		for i, w := range n.waiting {
-			if w == answered {
-				n.waiting = append(n.waiting[:i], n.waiting[i+1:]...)
-				break
-			}
-		}
+		n.forget(answered)
 		return 0, ctx.Err()
 	}
+}
+
+// forget takes back a wait.
+func (n *neighbour) forget(answered chan struct{}) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.waiting = slices.DeleteFunc(n.waiting, func(w chan struct{}) bool { return w == answered })
 }
 
 // handle takes an ARP packet and reports whether it was in order: false for

@@ -135,12 +135,7 @@ func (s *Stack) Err() error {
 // Probe asks the node for its Ethernet address (ARP) and returns how long the
 // answer took. It fails with ctx's error when none comes.
 func (s *Stack) Probe(ctx context.Context) (rtt time.Duration, err error) {
-	select {
-	case <-s.done:
-		return 0, s.err
-	default:
-	}
-	return s.link.neigh.probe(ctx)
+	return s.link.neigh.probe(ctx, s.done)
 }
 
 // Info describes the attachment.

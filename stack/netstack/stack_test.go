@@ -9,7 +9,6 @@ import (
 	"io"
 	"net"
 	"net/netip"
-	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
@@ -109,7 +108,7 @@ func socketPair(t testing.TB) (a, b *net.TCPConn) {
 // in sizes around one segment and one super-frame.
 func TestFB139_EveryOffload(t *testing.T) {
 	for name, o := range offloads {
-		for _, size := range []int{1, 1419, 1460, 1461, probeSize, probeSize + 1, 65536, 8 << 20} {
+		for _, size := range []int{1, 1419, 1460, 1461, 16 << 10, 16<<10 + 1, 65536, 8 << 20} {
 			t.Run(name, func(t *testing.T) {
 				datapathtest.Leaks(t)
 				host, guest := twoStacks(t, o)
@@ -122,8 +121,8 @@ func TestFB139_EveryOffload(t *testing.T) {
 					_ = c.Close()
 				})
 				conn := mustDial(t, host, 7)
-				var read, written atomic.Uint64
-				conn.(*Conn).SetCounters(&read, &written)
+				var read, written relay.Meter
+				conn.(*Conn).SetMeters(&read, &written)
 				client, ours := socketPair(t)
 				done := make(chan error, 2)
 				go func() {
@@ -147,8 +146,8 @@ func TestFB139_EveryOffload(t *testing.T) {
 				require.NoError(t, <-done)
 				require.NoError(t, <-done)
 				assert.Equal(t, sha256.Sum256(want), sha256.Sum256(got))
-				assert.EqualValues(t, size, read.Load())
-				assert.EqualValues(t, size, written.Load())
+				assert.EqualValues(t, size, read.Bytes())
+				assert.EqualValues(t, size, written.Bytes())
 				assert.Empty(t, host.Stats().Link.AllDrops())
 				assert.Zero(t, host.Stats().ChecksumErrors)
 				assert.NoError(t, conn.Close())
@@ -391,8 +390,8 @@ func TestC17_StoppedReader(t *testing.T) {
 		got <- n
 	})
 	c := mustDial(t, host, 7)
-	var written atomic.Uint64
-	c.(*Conn).SetCounters(nil, &written)
+	var written relay.Meter
+	c.(*Conn).SetMeters(nil, &written)
 	const total = 8 << 20
 	done := make(chan error, 1)
 	go func() {
@@ -401,11 +400,11 @@ func TestC17_StoppedReader(t *testing.T) {
 		done <- err
 	}()
 	// The writer has stopped when the count stands still.
-	for last := uint64(1); last != written.Load(); time.Sleep(100 * time.Millisecond) {
-		last = written.Load()
+	for last := uint64(1); last != written.Bytes(); time.Sleep(100 * time.Millisecond) {
+		last = written.Bytes()
 	}
 	// gVisor's first send buffer is one more window than the share.
-	assert.Less(t, written.Load(), uint64(3*256<<10))
+	assert.Less(t, written.Bytes(), uint64(3*256<<10))
 	close(release)
 	require.NoError(t, <-done)
 	assert.EqualValues(t, total, <-got)

@@ -1,6 +1,10 @@
 package relay
 
-import "io"
+import (
+	"io"
+	"sync/atomic"
+	"time"
+)
 
 // A Conn is one end of a TCP flow: the client's socket on the host, or the
 // endpoint towards the guest. Read and Write may run at the same time, each in
@@ -37,6 +41,43 @@ type GuestConn interface {
 	// WriteTo copies to the client until the guest's EOF. Errors of the
 	// client's side are wrapped in *ClientError.
 	io.WriterTo
+	// SetMeters makes the connection count the payload bytes it takes from the
+	// guest on read, and those it accepts towards the guest on written, as they
+	// pass. It is called before the first copy.
+	SetMeters(read, written *Meter)
+	// LocalAddr is the flow's source as the guest sees it, "IP:port".
+	LocalAddr() string
+}
+
+// A Meter counts the bytes of one direction of a flow and knows when the last
+// of them passed. It is safe for concurrent use; the zero value counts from 0.
+type Meter struct {
+	bytes atomic.Uint64
+	last  atomic.Int64 // nanoseconds since began
+}
+
+// began is what Meters measure time from; time.Since reads the monotonic clock.
+var began = time.Now()
+
+// Add counts n bytes, now. A nil Meter counts nothing.
+func (m *Meter) Add(n int) {
+	if m == nil || n <= 0 {
+		return
+	}
+	m.bytes.Add(uint64(n))
+	m.last.Store(int64(time.Since(began)))
+}
+
+// Bytes returns how many bytes were counted.
+func (m *Meter) Bytes() uint64 { return m.bytes.Load() }
+
+// Last returns when the last byte was counted, zero for never.
+func (m *Meter) Last() time.Time {
+	last := m.last.Load()
+	if last == 0 {
+		return time.Time{}
+	}
+	return began.Add(time.Duration(last))
 }
 
 // A ClientError is an error of the client's side of a copy, so that the end of

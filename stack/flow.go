@@ -1,0 +1,153 @@
+package stack
+
+import (
+	"net/netip"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/culvertnet/culvert/stack/listener"
+	"github.com/culvertnet/culvert/stack/relay"
+)
+
+// # Theory of operation
+//
+// A flow is one client of one host port, TCP or UDP. It is made by
+// flowTable.start, which takes its place under the limits and writes it into its
+// row, and it ends in end, once, which gives back all of that. Nothing else
+// changes a count, so "in use" always equals what is alive.
+//
+// A row that closes refuses new flows first and then aborts those it has. A flow
+// registers before it opens anything, and what it opens later asks whether it
+// was aborted meanwhile (own): so each is seen by exactly one of the two.
+
+// Limits bounds what clients can make the daemon hold (C-53).
+type Limits struct {
+	Flows    int // live TCP flows
+	UDPFlows int // live UDP flows; the idlest makes room for a new one
+	Dials    int // TCP flows whose guest has not answered yet
+}
+
+// A flow is one client's connection or exchange of datagrams.
+type flow struct {
+	id      uint64
+	row     *row
+	proto   listener.Proto
+	client  netip.AddrPort
+	host    netip.AddrPort
+	guest   netip.AddrPort
+	started time.Time
+
+	toGuest, toHost relay.Meter
+	half            atomic.Int32 // a relay.Half; or connecting
+
+	mu      sync.Mutex
+	source  func() string // the guest's end's LocalAddr, once there is one
+	abort   []func()      // what to call to end it
+	aborted bool
+}
+
+// connecting stands in flow.half before the guest has answered.
+const connecting = -1
+
+// own has the flow end by calling abort, at once if it was aborted already.
+func (f *flow) own(abort func()) {
+	f.mu.Lock()
+	if !f.aborted {
+		f.abort = append(f.abort, abort)
+		f.mu.Unlock()
+		return
+	}
+	f.mu.Unlock()
+	abort()
+}
+
+// kill aborts the flow: its client sees a reset.
+func (f *flow) kill() {
+	f.mu.Lock()
+	calls := f.abort
+	f.abort, f.aborted = nil, true
+	f.mu.Unlock()
+	for _, abort := range calls {
+		abort()
+	}
+}
+
+func (f *flow) setSource(local func() string) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.source = local
+}
+
+// view describes the flow.
+func (f *flow) view() FlowView {
+	v := FlowView{
+		ID: f.id, Proto: f.proto, Owner: f.row.owner, VM: f.row.spec.Target.VM,
+		Client: f.client, Host: f.host, Guest: f.guest, Started: f.started, LastActive: f.started,
+		ToGuest: f.toGuest.Bytes(), ToHost: f.toHost.Bytes(),
+	}
+	for _, last := range []time.Time{f.toGuest.Last(), f.toHost.Last()} {
+		if last.After(v.LastActive) {
+			v.LastActive = last
+		}
+	}
+	switch f.half.Load() {
+	case connecting:
+		v.State = "connecting"
+	case int32(relay.HalfClient):
+		v.State = "half-closed-client"
+	case int32(relay.HalfGuest):
+		v.State = "half-closed-guest"
+	default:
+		v.State = "open"
+	}
+	f.mu.Lock()
+	source := f.source
+	f.mu.Unlock()
+	if source != nil {
+		v.Source = source()
+	}
+	return v
+}
+
+// A flowTable counts the live flows of all rows and numbers them.
+type flowTable struct {
+	limits Limits
+	next   atomic.Uint64
+	tcp    atomic.Int64
+	udp    atomic.Int64
+	dials  atomic.Int64
+}
+
+// start makes a flow of r's, or says in one word why not.
+func (t *flowTable) start(r *row, proto listener.Proto, client, host, guest netip.AddrPort) (f *flow, refused string) {
+	f = &flow{
+		id: t.next.Add(1), row: r, proto: proto, client: client, host: host, guest: guest, started: time.Now(),
+	}
+	count := &t.udp
+	if proto == listener.TCP {
+		f.half.Store(connecting)
+		count = &t.tcp
+		if count.Add(1) > int64(t.limits.Flows) {
+			count.Add(-1)
+			return nil, refusedLimit
+		}
+	} else {
+		count.Add(1) // its table evicts
+	}
+	if !r.admit(f) {
+		count.Add(-1)
+		return nil, refusedNoVM
+	}
+	return f, ""
+}
+
+// end gives back what start took.
+func (t *flowTable) end(f *flow) {
+	if f.proto == listener.TCP {
+		t.tcp.Add(-1)
+	} else {
+		t.udp.Add(-1)
+	}
+	f.row.dismiss(f)
+}

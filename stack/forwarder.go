@@ -1,0 +1,547 @@
+package stack
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net/netip"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/culvertnet/culvert/stack/listener"
+	"github.com/culvertnet/culvert/stack/relay"
+)
+
+// # Theory of operation
+//
+// A row is in one state, which follows from the first of these that is so:
+//
+//	it can never be        Skipped     Spec invalid, or not served by this version
+//	another row has it     Failed      until the Table promotes it
+//	its VM is not there    Pending     until AttachVM
+//	a bind failed          Failed      tried again after Timeouts.BindRetry, and
+//	                                   when a row leaves that may have blocked it
+//	else                   Forwarded
+//
+// Everything that opens or closes a row runs under mu, one at a time: what it
+// waits for while holding it is the end of flows that have been aborted, which
+// needs no lock of the Forwarder's and no answer of a guest. Clients never wait
+// for mu: the way from an accepted client to its row is the socket's token.
+
+// Timeouts of a Forwarder; zero means the default in brackets.
+type Timeouts struct {
+	Connect   time.Duration // for the guest to answer a connect [3 s]
+	HalfClose time.Duration // for a half-closed flow without traffic [1 h]
+	UDPIdle   time.Duration // for a UDP flow without traffic [90 s]
+	Drain     time.Duration // for flows to end by themselves in Shutdown [5 s]
+	BindRetry time.Duration // between tries of a failed bind [30 s]
+}
+
+// Options of a Forwarder. The zero value is loopback only with every default.
+type Options struct {
+	Policy   listener.Policy
+	Timeouts Timeouts
+	Limits   Limits // zero fields mean 65536 flows, 16384 UDP flows, 4096 dials
+	Log      *slog.Logger
+}
+
+func (o *Options) setDefaults() {
+	for _, d := range []struct {
+		at  *time.Duration
+		def time.Duration
+	}{
+		{&o.Timeouts.Connect, 3 * time.Second}, {&o.Timeouts.HalfClose, time.Hour}, {&o.Timeouts.UDPIdle, 90 * time.Second},
+		{&o.Timeouts.Drain, 5 * time.Second}, {&o.Timeouts.BindRetry, 30 * time.Second},
+	} {
+		if *d.at == 0 {
+			*d.at = d.def
+		}
+	}
+	for _, d := range []struct {
+		at  *int
+		def int
+	}{{&o.Limits.Flows, 65536}, {&o.Limits.UDPFlows, 16384}, {&o.Limits.Dials, 4096}} {
+		if *d.at == 0 {
+			*d.at = d.def
+		}
+	}
+	if o.Log == nil {
+		o.Log = slog.New(slog.DiscardHandler)
+	}
+}
+
+// A Forwarder opens host listeners and carries their flows to VMs. It is a
+// reconcile.Publisher. All methods are safe for concurrent use.
+type Forwarder struct {
+	opts     Options
+	log      *slog.Logger
+	group    *listener.Group
+	sessions *relay.Sessions
+	flows    flowTable
+	icmp     *icmpSender
+	datagram []byte // of the group's goroutine
+
+	ctx    context.Context // of dials; ends in Shutdown
+	cancel context.CancelFunc
+
+	mu      sync.Mutex
+	table   *listener.Table
+	owners  map[listener.Owner]map[listener.Spec]*row
+	failing map[*row]struct{} // rows with a RetryAt
+	vms     map[string]*VM
+	asked   uint64
+	retry   *time.Timer // the earliest RetryAt; nil when none is due
+	closed  bool
+	changed chan struct{}
+}
+
+// ErrShutDown says that the Forwarder has been shut down.
+var ErrShutDown = errors.New("culvert is shutting down")
+
+// New returns a Forwarder without rows or VMs. Shutdown frees it.
+func New(o Options) (*Forwarder, error) {
+	o.setDefaults()
+	f := &Forwarder{
+		opts: o, log: o.Log, flows: flowTable{limits: o.Limits}, datagram: make([]byte, maxDatagram),
+		table: listener.NewTable(o.Policy), owners: make(map[listener.Owner]map[listener.Spec]*row),
+		failing: make(map[*row]struct{}), vms: make(map[string]*VM), changed: make(chan struct{}),
+	}
+	f.ctx, f.cancel = context.WithCancel(context.Background())
+	group, err := listener.NewGroup(f)
+	if err != nil {
+		return nil, fmt.Errorf("make listener group: %w", err)
+	}
+	f.group = group
+	f.icmp = newICMPSender()
+	f.sessions = relay.NewSessions(udpHandler{f}, o.Timeouts.UDPIdle, o.Limits.UDPFlows)
+	return f, nil
+}
+
+// Reserve keeps a host port for the daemon itself: a publish of it is Failed.
+// It is called before the first Publish.
+func (f *Forwarder) Reserve(proto listener.Proto, ap netip.AddrPort, what string) error {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.table.Reserve(proto, ap, what)
+}
+
+// node returns the address that a target without one means.
+func (vm *VM) node() netip.Addr {
+	if vm.Node.IsValid() {
+		return vm.Node
+	}
+	return vm.Node6
+}
+
+// noNode is the node of a VM that is not there.
+var noNode netip.Addr
+
+// AttachVM opens the rows of a VM that has come. A VM of that name that is
+// attached already is detached first.
+func (f *Forwarder) AttachVM(name string, vm VM) {
+	f.DetachVM(name)
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.closed {
+		return
+	}
+	f.vms[name] = &vm
+	f.tryRows(func(r *row) bool { return r.spec.Target.VM == name })
+}
+
+// DetachVM retires all that leads to a VM: its sockets are closed, its flows
+// reset, and its rows Pending when it returns (C-26). A VM that is not there is
+// no error.
+func (f *Forwarder) DetachVM(name string) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.vms[name] == nil {
+		return
+	}
+	delete(f.vms, name)
+	var rows []*row
+	for r := range f.rows() {
+		if r.spec.Target.VM == name {
+			rows = append(rows, r)
+		}
+	}
+	f.closeRows(rows)
+	now := time.Now()
+	for _, r := range rows {
+		f.judge(r, now)
+	}
+	f.notify()
+}
+
+// Publish implements reconcile.Publisher.
+func (f *Forwarder) Publish(_ context.Context, o listener.Owner, specs []listener.Spec) []listener.Outcome {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.closed {
+		return refusedOutcomes(specs)
+	}
+	wanted := make(map[listener.Spec]*row, len(specs))
+	old := f.owners[o]
+	for _, s := range specs {
+		if wanted[s] != nil {
+			continue
+		}
+		if wanted[s] = old[s]; wanted[s] == nil {
+			f.asked++
+			wanted[s] = &row{owner: o, spec: s, seq: f.asked, closing: true}
+		}
+	}
+	var gone []*row
+	for s, r := range old {
+		if wanted[s] == nil {
+			gone = append(gone, r)
+		}
+	}
+	fresh := len(wanted) - (len(old) - len(gone))
+	if len(gone) == 0 && fresh == 0 {
+		return outcomes(specs, wanted)
+	}
+	f.closeRows(gone)
+	for _, r := range gone {
+		delete(f.failing, r)
+	}
+	promoted := f.table.Claim(o, specs)
+	if len(wanted) == 0 {
+		delete(f.owners, o)
+	} else {
+		f.owners[o] = wanted
+	}
+	var open []*row
+	for s, r := range wanted {
+		if old[s] == nil {
+			open = append(open, r)
+		}
+	}
+	f.openRows(open, promoted)
+	if len(gone) > 0 {
+		f.retryBlocked()
+	}
+	f.notify()
+	return outcomes(specs, wanted)
+}
+
+// Withdraw implements reconcile.Publisher.
+func (f *Forwarder) Withdraw(ctx context.Context, o listener.Owner) { f.Publish(ctx, o, nil) }
+
+// Owners implements reconcile.Publisher.
+func (f *Forwarder) Owners() []listener.Owner {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	owners := make([]listener.Owner, 0, len(f.owners))
+	for o := range f.owners {
+		owners = append(owners, o)
+	}
+	return owners
+}
+
+func outcomes(specs []listener.Spec, rows map[listener.Spec]*row) []listener.Outcome {
+	out := make([]listener.Outcome, len(specs))
+	for i, s := range specs {
+		out[i] = rows[s].outcome
+		out[i].Bound = slices.Clone(out[i].Bound)
+	}
+	return out
+}
+
+func refusedOutcomes(specs []listener.Spec) []listener.Outcome {
+	out := make([]listener.Outcome, len(specs))
+	for i, s := range specs {
+		out[i] = listener.Outcome{Spec: s, State: listener.Pending, Detail: ErrShutDown.Error(), Err: ErrShutDown, Since: time.Now()}
+	}
+	return out
+}
+
+// rows goes through all rows. mu is held.
+func (f *Forwarder) rows() func(yield func(*row) bool) {
+	return func(yield func(*row) bool) {
+		for _, rows := range f.owners {
+			for _, r := range rows {
+				if !yield(r) {
+					return
+				}
+			}
+		}
+	}
+}
+
+// openRows opens new rows, and those that other rows' leaving promoted, in the
+// order of asking. mu is held.
+func (f *Forwarder) openRows(fresh []*row, promoted []listener.Claim) {
+	for _, c := range promoted {
+		if r := f.owners[c.Owner][c.Spec]; r != nil && !slices.Contains(fresh, r) {
+			fresh = append(fresh, r)
+		}
+	}
+	slices.SortFunc(fresh, func(a, b *row) int { return int(int64(a.seq) - int64(b.seq)) })
+	for _, r := range fresh {
+		f.try(r)
+	}
+	f.schedule()
+}
+
+// tryRows tries the meant rows, in the order of asking. mu is held.
+func (f *Forwarder) tryRows(meant func(*row) bool) {
+	var rows []*row
+	for r := range f.rows() {
+		if meant(r) {
+			rows = append(rows, r)
+		}
+	}
+	f.openRows(rows, nil)
+	f.notify()
+}
+
+// tryFailing tries the meant rows of those with a RetryAt. mu is held.
+func (f *Forwarder) tryFailing(meant func(*row) bool) {
+	var rows []*row
+	for r := range f.failing {
+		if meant(r) {
+			rows = append(rows, r)
+		}
+	}
+	if len(rows) > 0 {
+		f.openRows(rows, nil)
+		f.notify()
+	}
+}
+
+// closeRows closes rows and waits until nothing of theirs is left: first no new
+// client, then no flow. mu is held.
+func (f *Forwarder) closeRows(rows []*row) {
+	for _, r := range rows {
+		r.shut()
+		if r.opened != nil {
+			r.opened.Close()
+		}
+	}
+	for _, r := range rows {
+		r.kill()
+	}
+	if len(rows) > 0 {
+		gone := make(map[*row]bool, len(rows))
+		for _, r := range rows {
+			gone[r] = true
+		}
+		f.sessions.CloseWhere(func(k relay.UDPKey) bool {
+			s, ok := k.Socket.(*listener.Socket)
+			if !ok {
+				return false
+			}
+			r, ok := s.Token().(*row)
+			return ok && gone[r]
+		})
+	}
+	for _, r := range rows {
+		r.ended.Wait()
+	}
+}
+
+// try opens what of r is not open, if it may be. mu is held.
+func (f *Forwarder) try(r *row) {
+	now := time.Now()
+	if f.judge(r, now) {
+		return
+	}
+	vm := f.vms[r.spec.Target.VM]
+	r.open(vm) // before the sockets: they accept at once
+	if r.opened == nil {
+		r.opened = listener.Open(f.group, r.spec, f.opts.Policy, r)
+	} else {
+		r.opened.Retry()
+	}
+	f.claimPicked(r)
+	f.settle(r, r.opened.Outcome(), now)
+}
+
+// pickTries bounds how often the kernel is asked for a number that no closed
+// row of ours has a claim to.
+const pickTries = 8
+
+// claimPicked makes the number the kernel chose r's in the table. mu is held.
+func (f *Forwarder) claimPicked(r *row) {
+	if r.spec.Host.Port() != 0 {
+		return
+	}
+	for range pickTries {
+		bound := r.opened.Outcome().Bound
+		if len(bound) == 0 {
+			return
+		}
+		if _, err := f.table.Picked(r.owner, r.spec, bound[0].Port()); err == nil {
+			return
+		}
+		r.opened.Close()
+		r.opened = listener.Open(f.group, r.spec, f.opts.Policy, r)
+	}
+}
+
+// judge settles r if its state follows without a try to bind, and reports
+// whether it does. mu is held.
+func (f *Forwarder) judge(r *row, now time.Time) bool {
+	o := listener.Outcome{Spec: r.spec}
+	err := r.spec.Validate()
+	conflict := f.table.Conflict(r.owner, r.spec)
+	switch {
+	case err != nil:
+		o.State, o.Detail, o.Err = listener.Skipped, err.Error(), err
+	case r.spec.Source != listener.SourceGateway:
+		err := errors.New("this version shows the guest the gateway's address only; publish with --source gateway")
+		o.State, o.Detail, o.Err = listener.Skipped, err.Error(), err
+	case conflict != nil:
+		o.State, o.Detail, o.Err = listener.Failed, conflict.Error(), conflict
+	case f.vms[r.spec.Target.VM] == nil:
+		o.State, o.Detail, o.Err = listener.Pending, fmt.Sprintf("VM %s is not there", r.spec.Target.VM), listener.ErrNoVM
+	default:
+		return false
+	}
+	f.settle(r, o, now)
+	return true
+}
+
+// settle gives r its outcome and logs a change. mu is held.
+func (f *Forwarder) settle(r *row, o listener.Outcome, now time.Time) {
+	if o.State == listener.Failed && !errors.Is(o.Err, listener.ErrConflict) {
+		o.RetryAt = now.Add(f.opts.Timeouts.BindRetry)
+		f.failing[r] = struct{}{}
+	} else {
+		delete(f.failing, r)
+	}
+	if !r.settle(o, now) {
+		return
+	}
+	level := slog.LevelInfo
+	if o.State == listener.Failed || o.State == listener.Skipped {
+		level = slog.LevelWarn
+	}
+	f.log.Log(context.Background(), level, "publish "+o.State.String(),
+		"owner", r.owner.String(), "vm", r.spec.Target.VM, "publish", r.spec.String(), "bound", o.Bound, "detail", o.Detail)
+}
+
+// retryBlocked tries at once what could not be bound because a port was in use:
+// a row that left may have held it (C-7). mu is held.
+func (f *Forwarder) retryBlocked() {
+	f.tryFailing(func(r *row) bool { return errors.Is(r.outcome.Err, listener.ErrInUse) })
+}
+
+// schedule sets the timer to the earliest retry. mu is held.
+func (f *Forwarder) schedule() {
+	var next time.Time
+	for r := range f.failing {
+		if at := r.outcome.RetryAt; next.IsZero() || at.Before(next) {
+			next = at
+		}
+	}
+	if f.retry != nil {
+		f.retry.Stop()
+		f.retry = nil
+	}
+	if !next.IsZero() && !f.closed {
+		f.retry = time.AfterFunc(time.Until(next), f.retryDue)
+	}
+}
+
+// retryDue tries the rows whose time has come.
+func (f *Forwarder) retryDue() {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.closed {
+		return
+	}
+	now := time.Now()
+	f.tryFailing(func(r *row) bool { return !r.outcome.RetryAt.After(now) })
+}
+
+// notify tells watchers that rows have changed. mu is held.
+func (f *Forwarder) notify() {
+	close(f.changed)
+	f.changed = make(chan struct{})
+}
+
+// Changed returns a channel that is closed when a row changes its state or
+// comes or goes. Ask for it before reading Rows.
+func (f *Forwarder) Changed() <-chan struct{} {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.changed
+}
+
+// Rows returns the ledger, in the order of asking.
+func (f *Forwarder) Rows() []Row {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	rows := slices.SortedFunc(f.rows(), func(a, b *row) int { return int(int64(a.seq) - int64(b.seq)) })
+	views := make([]Row, len(rows))
+	for i, r := range rows {
+		views[i] = r.view(f.opts.Policy, f.vms[r.spec.Target.VM])
+	}
+	return views
+}
+
+// Flows returns the live flows, oldest first.
+func (f *Forwarder) Flows() []FlowView {
+	f.mu.Lock()
+	rows := slices.Collect(f.rows())
+	f.mu.Unlock()
+	var views []FlowView
+	for _, r := range rows {
+		views = append(views, r.views()...)
+	}
+	slices.SortFunc(views, func(a, b FlowView) int { return int(int64(a.ID) - int64(b.ID)) })
+	return views
+}
+
+// Shutdown stops accepting, lets TCP flows end by themselves for Timeouts.Drain
+// or until ctx ends, resets the rest, and frees everything. Shutting down again
+// does nothing.
+func (f *Forwarder) Shutdown(ctx context.Context) {
+	f.mu.Lock()
+	if f.closed {
+		f.mu.Unlock()
+		return
+	}
+	f.closed = true
+	if f.retry != nil {
+		f.retry.Stop()
+	}
+	rows := slices.Collect(f.rows())
+	f.mu.Unlock()
+
+	for _, r := range rows {
+		r.shut()
+		if r.opened != nil {
+			r.opened.Close()
+		}
+		if r.spec.Proto == listener.UDP {
+			r.kill() // they answer through the socket that is closed
+		}
+	}
+	drained := make(chan struct{})
+	go func() {
+		defer close(drained)
+		for _, r := range rows {
+			r.ended.Wait()
+		}
+	}()
+	drain, cancel := context.WithTimeout(ctx, f.opts.Timeouts.Drain)
+	defer cancel()
+	select {
+	case <-drained:
+	case <-drain.Done():
+		f.cancel()
+		for _, r := range rows {
+			r.kill()
+		}
+		<-drained
+	}
+	f.cancel()
+	f.sessions.Close()
+	_ = f.group.Close() // close(2) of sockets reports nothing to act upon
+	f.icmp.close()
+}
