@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"log/slog"
 	"sync"
+	"time"
 
 	"github.com/culvertnet/culvert/datapath"
 	"github.com/culvertnet/culvert/datapath/internal/socketfile"
@@ -13,6 +14,10 @@ import (
 
 // greeting is what vfkit sends before its first frame, and after a reconnect.
 const greeting = "VFKT"
+
+// acceptPause is the wait after there was no descriptor to be had: what helps is
+// that others let go of some.
+const acceptPause = 100 * time.Millisecond
 
 // A Listener has a bound socket and gives out one attachment at a time.
 type Listener struct {
@@ -62,7 +67,8 @@ func Listen(path string, log *slog.Logger) (*Listener, error) {
 
 // Accept waits until the attachment before has ended, and then for the first
 // sender, which becomes the peer of the attachment it returns. The errors are
-// ctx's, ErrClosed, and that of a descriptor that is not to be had.
+// ctx's and ErrClosed, or the socket's own, which is not expected; being out of
+// descriptors is logged and waited out.
 func (l *Listener) Accept(ctx context.Context) (datapath.Attachment, error) {
 	select {
 	case <-l.free:
@@ -98,22 +104,34 @@ func (l *Listener) acceptPeer(ctx context.Context) (address, *socket, error) {
 		}
 		err = errNotAFrame
 		if size >= minFrame || size == len(greeting) && string(begin[:]) == greeting {
-			var sock *socket
-			if sock, err = l.sock.dup(); err != nil {
-				return address{}, nil, err // and the datagram waits for the next try
+			sock, dupErr := l.sock.dup()
+			if dupErr != nil { // out of descriptors: the datagram waits as well
+				l.complain(from, dupErr)
+				select {
+				case <-time.After(acceptPause):
+				case <-ctx.Done():
+				case <-l.closing:
+				}
+				continue
 			}
 			if err = sock.connect(from); err == nil {
+				l.said = ""
 				return from, sock, nil
 			}
 			err = errors.Join(err, sock.close())
 		}
-		if s := fmt.Sprint(from, err); s != l.said { // a sender may try for ever
-			l.said = s
-			l.log.Warn("cannot take the sender of a datagram for the VM", "sender", from, "err", err)
-		}
+		l.complain(from, err)
 		if err := l.sock.discard(); err != nil {
 			return address{}, nil, err
 		}
+	}
+}
+
+// complain logs what is wrong with a sender, once: it may try for ever.
+func (l *Listener) complain(from address, err error) {
+	if s := fmt.Sprint(from, err); s != l.said {
+		l.said = s
+		l.log.Warn("cannot take the sender of a datagram for the VM", "sender", from, "err", err)
 	}
 }
 

@@ -354,6 +354,32 @@ func TestAcceptWaitsForTheEnd(t *testing.T) {
 	assert.Equal(t, [][]byte{pattern(60, 2)}, mustRead(t, mustAccept(t, l), 1))
 }
 
+// TestAcceptSurvivesEMFILE: without a descriptor left the first frame waits, and
+// is delivered when there is one again.
+func TestAcceptSurvivesEMFILE(t *testing.T) {
+	datapathtest.Leaks(t)
+	var log bytes.Buffer
+	l, path := mustListen(t, &log)
+	p := mustPeer(t, path, false)
+	require.NoError(t, p.Send(pattern(60, 1)))
+	next, err := unix.Dup(0) // the lowest free descriptor
+	require.NoError(t, err)
+	require.NoError(t, unix.Close(next))
+	var limit unix.Rlimit
+	require.NoError(t, unix.Getrlimit(unix.RLIMIT_NOFILE, &limit))
+	none := limit
+	none.Cur = uint64(next)
+	require.NoError(t, unix.Setrlimit(unix.RLIMIT_NOFILE, &none))
+	ctx, cancel := context.WithTimeout(t.Context(), 2*acceptPause)
+	defer cancel()
+	_, acceptErr := l.Accept(ctx)
+	require.NoError(t, unix.Setrlimit(unix.RLIMIT_NOFILE, &limit))
+	require.ErrorIs(t, acceptErr, context.DeadlineExceeded)
+	assert.Equal(t, 1, strings.Count(log.String(), "cannot take"), log.String())
+	assert.Contains(t, log.String(), unix.EMFILE.Error())
+	assert.Equal(t, [][]byte{pattern(60, 1)}, mustRead(t, mustAccept(t, l), 1))
+}
+
 func TestAcceptEnds(t *testing.T) {
 	datapathtest.Leaks(t)
 	l, _ := mustListen(t, nil)

@@ -72,10 +72,12 @@ func TestFB122StaleReplacedLiveRefused(t *testing.T) {
 			require.NoFileExists(t, path+".lock")
 
 			require.NoError(t, unix.Close(fd)) // and leaves its file, as when killed
+			require.NoError(t, os.WriteFile(path+".lock", nil, 0o600))
 			c, err := New(path)
 			require.NoError(t, err)
 			require.NoFileExists(t, path)
 			require.NoError(t, c.Release())
+			require.NoFileExists(t, path+".lock")
 		})
 	}
 }
