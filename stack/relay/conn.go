@@ -1,6 +1,7 @@
 package relay
 
 import (
+	"context"
 	"io"
 	"sync/atomic"
 	"time"
@@ -29,6 +30,20 @@ type Conn interface {
 	Abort()
 	// Close ends the connection in order and frees it. It unblocks like Abort.
 	Close() error
+}
+
+// A Watcher is a Conn whose death shows without reading it, and without
+// consuming the error that tells of it. TCP asks the sides that are Watchers; a
+// side that is not is found out by the next byte for it.
+type Watcher interface {
+	// Gone reports whether the connection is dead: the peer reset it or
+	// vanished. A peer that only ended its stream is not gone. Where both
+	// streams have ended it may report either.
+	Gone() bool
+	// WaitGone waits until Gone (nil), ctx is done (its error), or the
+	// connection is closed on our side (net.ErrClosed). Read does not run
+	// meanwhile.
+	WaitGone(ctx context.Context) error
 }
 
 // A GuestConn is the guest's end of a TCP flow. Its two copies do without a

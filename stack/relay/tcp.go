@@ -1,10 +1,10 @@
 package relay
 
 import (
+	"context"
 	"errors"
 	"net"
 	"sync"
-	"syscall"
 	"time"
 )
 
@@ -16,10 +16,32 @@ import (
 //	       └─ guest's end ───► half-closed by the guest ───┘   client's end
 //
 // The end of a stream is passed on as an end and leaves the other stream alone
-// for as long as its peers live: both are probed from then on, and only a
-// stream on which nothing has passed for Options.HalfClose is given up. Anything
-// else that ends a stream, a reset above all, resets both sides: a peer that
-// reads an end may rely on having read everything (C-13).
+// for as long as its peers live. Anything else that ends a stream, a reset
+// above all, resets both sides: a peer that reads an end may rely on having read
+// everything (C-13). Two things make that harder than it sounds.
+//
+// A connection tells of its reset once, to whichever of the two copies asks
+// first; the other one then finds an end of stream. So an end that comes while
+// our own stream to that side is still open counts only if the side is not Gone.
+//
+// A side that is reset may have sent something just before: a server that
+// answers without reading all of the request does. When it is the writing copy
+// that meets the reset, the reading one goes on for drainAfterReset, so that the
+// peer gets what it would have got without a relay in between.
+//
+// Nobody reads a side that has ended its stream, so nobody would notice its
+// death. Both sides of a half-closed flow are probed from then on, and a flow
+// that stays so is watched: until that side is Gone, or nothing has passed for
+// Options.HalfClose.
+
+const (
+	// drainAfterReset is how long what a side sent before its reset may take to
+	// pass. It lies in memory already; only the peer's reading takes time.
+	drainAfterReset = time.Second
+	// watchAfter is how long a flow is half-closed before it is watched. Most
+	// end their other stream at once, and pay nothing for the watch.
+	watchAfter = 100 * time.Millisecond
+)
 
 // A Half is which side has ended its stream.
 type Half uint8
@@ -63,12 +85,11 @@ type Options struct {
 // side is reset, and says why. It owns both: they are closed when it returns. To
 // end it early, abort either of them.
 func TCP(client Conn, guest GuestConn, o Options) End {
-	f := &tcpFlow{client: client, guest: guest, opts: o}
+	f := &tcpFlow{client: client, guest: guest, opts: o, open: 2}
 	guest.SetMeters(o.ToHost, o.ToGuest)
-	var other sync.WaitGroup
-	other.Go(f.toHost)
+	f.others.Go(f.toHost)
 	f.toGuest()
-	other.Wait()
+	f.others.Wait()
 	return f.finish()
 }
 
@@ -77,72 +98,72 @@ type tcpFlow struct {
 	client Conn
 	guest  GuestConn
 	opts   Options
+	others sync.WaitGroup // toHost, and the watch
 
 	mu     sync.Mutex
-	ended  int  // streams
-	reset  bool // both sides were aborted, because of:
+	open   int  // streams that have not ended
+	doomed bool // a side is reset; the other is about to be, because of:
 	end    End  //
-	idle   *time.Timer
-	passed int64 // bytes, when idle was last looked at
+	reset  bool // both sides were aborted
+	halved time.Time
+	timer  *time.Timer        // of the half-closed state, or of the drain
+	unwait context.CancelFunc // ends the watch
 }
 
 // toGuest carries the client's stream.
 func (f *tcpFlow) toGuest() {
 	_, err := f.guest.ReadFrom(f.client)
-	if err == nil {
-		err = ignoreNotConnected(f.guest.CloseWrite())
-	}
 	f.streamEnded(HalfClient, err)
 }
 
 // toHost carries the guest's stream.
 func (f *tcpFlow) toHost() {
 	_, err := f.guest.WriteTo(f.client)
-	if err == nil {
-		if err = ignoreNotConnected(f.client.CloseWrite()); err != nil {
-			err = &ClientError{Err: err}
-		}
-	}
 	f.streamEnded(HalfGuest, err)
 }
 
-// ignoreNotConnected passes over a side that has ended by itself meanwhile: its
-// own stream says how.
-func ignoreNotConnected(err error) error {
-	if errors.Is(err, syscall.ENOTCONN) || errors.Is(err, net.ErrClosed) {
-		return nil
-	}
-	return err
-}
-
-// streamEnded is told how the stream of one side ended.
-func (f *tcpFlow) streamEnded(side Half, err error) {
+// streamEnded is told how the stream that comes from a side has ended.
+func (f *tcpFlow) streamEnded(from Half, err error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	f.ended++
-	if err != nil {
-		f.abort(endOf(err))
+	f.open--
+	if f.doomed {
+		f.abort(f.end)
 		return
 	}
-	if f.ended == 2 || f.reset {
-		return
+	src, dst := Conn(f.guest), f.client
+	if from == HalfClient {
+		src, dst = f.client, f.guest
 	}
-	if f.opts.Halved != nil {
-		f.opts.Halved(side)
-	}
-	// A side that cannot be probed is found by the bound.
-	_ = f.client.KeepAlive()
-	_ = f.guest.KeepAlive()
-	if f.opts.HalfClose > 0 {
-		f.passed = f.total()
-		f.idle = time.AfterFunc(f.opts.HalfClose, f.checkIdle)
+	switch why := endOf(err); {
+	case err == nil && f.open == 1 && gone(src):
+		f.abort(resetBy(from)) // the other copy was told, or is about to be
+	case err == nil:
+		// It fails when dst is gone, which dst's own stream tells.
+		_ = dst.CloseWrite()
+		if f.open == 1 {
+			f.halfClose(from)
+		} else {
+			f.stopWaiting()
+		}
+	case why != EndAborted && why != resetBy(from) && f.open == 1:
+		f.doomed, f.end = true, why
+		f.timer = time.AfterFunc(drainAfterReset, func() {
+			f.mu.Lock()
+			defer f.mu.Unlock()
+			f.abort(why)
+		})
+	default:
+		f.abort(why)
 	}
 }
 
-// endOf lays an error at the right door.
+// endOf lays the error of a copy at the right door.
 func endOf(err error) End {
 	var client *ClientError
 	switch {
+	case err == nil:
+		return EndClosed
 	case errors.Is(err, net.ErrClosed):
 		return EndAborted
 	case errors.As(err, &client):
@@ -151,18 +172,85 @@ func endOf(err error) End {
 	return EndGuestReset
 }
 
-func (f *tcpFlow) total() int64 { return int64(f.opts.ToGuest.Bytes() + f.opts.ToHost.Bytes()) }
+func resetBy(side Half) End {
+	if side == HalfClient {
+		return EndClientReset
+	}
+	return EndGuestReset
+}
 
-// checkIdle gives up a half-closed flow that passed nothing.
+func gone(c Conn) bool {
+	w, ok := c.(Watcher)
+	return ok && w.Gone()
+}
+
+// halfClose begins the half-closed state. f.mu is held.
+func (f *tcpFlow) halfClose(by Half) {
+	if f.opts.Halved != nil {
+		f.opts.Halved(by)
+	}
+	// A side that cannot be probed is found by the bound.
+	_ = f.client.KeepAlive()
+	_ = f.guest.KeepAlive()
+	f.halved = time.Now()
+	f.timer = time.AfterFunc(watchAfter, func() { f.watch(by) })
+}
+
+// watch begins to look after a flow that stays half-closed.
+func (f *tcpFlow) watch(by Half) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.open != 1 || f.reset || f.doomed {
+		return
+	}
+	if f.opts.HalfClose > 0 {
+		f.timer = time.AfterFunc(f.idleIn(), f.checkIdle)
+	}
+	var side any = f.guest
+	if by == HalfClient {
+		side = f.client
+	}
+	if w, ok := side.(Watcher); ok {
+		var ctx context.Context
+		ctx, f.unwait = context.WithCancel(context.Background())
+		f.others.Go(func() { f.waitGone(ctx, w, by) })
+	}
+}
+
+// waitGone ends the flow when the side that has ended its stream dies.
+func (f *tcpFlow) waitGone(ctx context.Context, w Watcher, by Half) {
+	err := w.WaitGone(ctx)
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	switch {
+	case f.open == 0: // our own end of stream can look like its death
+	case err == nil:
+		f.abort(resetBy(by))
+	case errors.Is(err, net.ErrClosed):
+		f.abort(EndAborted)
+	}
+}
+
+// idleIn returns for how long nothing more may pass. f.mu is held.
+func (f *tcpFlow) idleIn() time.Duration {
+	idle := time.Since(f.halved)
+	for _, m := range []*Meter{f.opts.ToGuest, f.opts.ToHost} {
+		if last := m.Last(); !last.IsZero() {
+			idle = min(idle, time.Since(last))
+		}
+	}
+	return f.opts.HalfClose - idle
+}
+
+// checkIdle gives up a half-closed flow that has passed nothing.
 func (f *tcpFlow) checkIdle() {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	if f.ended == 2 {
+	if f.open != 1 || f.reset || f.doomed {
 		return
 	}
-	if passed := f.total(); passed != f.passed {
-		f.passed = passed
-		f.idle.Reset(f.opts.HalfClose)
+	if left := f.idleIn(); left > 0 {
+		f.timer.Reset(left)
 		return
 	}
 	f.abort(EndIdle)
@@ -173,18 +261,27 @@ func (f *tcpFlow) abort(why End) {
 	if f.reset {
 		return
 	}
-	f.reset, f.end = true, why
+	f.reset, f.doomed, f.end = true, true, why
+	f.stopWaiting()
 	f.client.Abort()
 	f.guest.Abort()
+}
+
+// stopWaiting ends what goes on beside the copies. f.mu is held.
+func (f *tcpFlow) stopWaiting() {
+	if f.timer != nil {
+		f.timer.Stop()
+	}
+	if f.unwait != nil {
+		f.unwait()
+	}
 }
 
 // finish frees what is left when both streams have ended.
 func (f *tcpFlow) finish() End {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	if f.idle != nil {
-		f.idle.Stop()
-	}
+	f.stopWaiting()
 	if !f.reset {
 		_ = f.client.Close()
 		_ = f.guest.Close()

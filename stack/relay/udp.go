@@ -6,7 +6,6 @@ import (
 	"net"
 	"net/netip"
 	"sync"
-	"sync/atomic"
 	"syscall"
 	"time"
 )
@@ -18,16 +17,17 @@ import (
 //
 //   - after Idle without a datagram either way,
 //   - when the table is full and it is the one idle for longest,
+//   - when the guest says that nobody is at the port (FB-049),
 //   - when its publish or VM goes (CloseWhere),
 //   - when its endpoint breaks.
 //
 // Whatever ends it frees the endpoint and takes it out of the table, and the
 // client's next datagram opens a new one (FB-033).
 //
-// Flows stand in a list by the time they were last looked at. Traffic only
-// stamps the flow; whoever looks for an idle one, at the head of the list, moves
-// those that were stamped since to the tail. So a datagram takes no list
-// operation, and finding the idlest costs one move for each flow that was active.
+// Flows stand in a list in the order of their last datagram: each moves its flow
+// to the tail, under the lock that the look-up takes anyway. So the head is the
+// idlest, for eviction as for expiry, and both cost the same with any number of
+// flows.
 
 // A UDPKey names a UDP flow. It is comparable.
 type UDPKey struct {
@@ -45,7 +45,9 @@ type UDPHandler interface {
 	// Open returns the guest's end of a new flow. An error drops the datagram
 	// that asked for it.
 	Open(k UDPKey) (UDPFlow, error)
-	// Reply sends a datagram to the client, from where it sent to.
+	// Reply sends a datagram to the client, from where it sent to. An error that
+	// matches syscall.ECONNREFUSED (the client is gone) or net.ErrClosed ends
+	// the flow, any other concerns this datagram only.
 	Reply(k UDPKey, segs [][]byte) error
 	// Refused tells the client that the guest has nobody at that port.
 	Refused(k UDPKey)
@@ -76,11 +78,12 @@ type Sessions struct {
 
 // A udpSession is one flow in the table.
 type udpSession struct {
-	key    UDPKey
-	flow   UDPFlow
-	active atomic.Int64 // when a datagram last passed, ns since began
-	looked int64        // active, when the list last looked; under Sessions.mu
-	elem   *list.Element
+	key  UDPKey
+	flow UDPFlow
+
+	// Under Sessions.mu.
+	active time.Time     // when a datagram last passed
+	elem   *list.Element // nil once it is out of the table
 }
 
 // NewSessions returns an empty table of at most max flows that end after idle.
@@ -98,7 +101,6 @@ func (s *Sessions) Deliver(k UDPKey, b []byte) error {
 	if err != nil {
 		return err
 	}
-	f.touch()
 	n, err := f.flow.Write(b)
 	if errors.Is(err, net.ErrClosed) {
 		// It ended between the look-up and now: once more, with a new one.
@@ -115,48 +117,68 @@ func (s *Sessions) Deliver(k UDPKey, b []byte) error {
 	return nil
 }
 
-func (f *udpSession) touch() { f.active.Store(int64(time.Since(began))) }
-
-// session returns k's flow, a new one if there is none.
+// session returns k's flow, a new one if there is none, and notes that a
+// datagram passes.
 func (s *Sessions) session(k UDPKey) (*udpSession, error) {
-	s.mu.Lock()
-	if f := s.flows[k]; f != nil || s.closed {
-		s.mu.Unlock()
-		if f == nil {
-			return nil, net.ErrClosed
-		}
-		return f, nil
+	if f, err := s.lookUp(k); f != nil || err != nil {
+		return f, err
 	}
-	var evicted *udpSession
-	if len(s.flows) >= s.max {
-		evicted = s.idlest()
-		s.takeOut(evicted)
-	}
-	s.mu.Unlock()
-	if evicted != nil {
-		evicted.end(true)
-	}
-
 	flow, err := s.handler.Open(k)
 	if err != nil {
 		return nil, err
 	}
-	f := &udpSession{key: k, flow: flow}
-	f.touch()
+	return s.add(&udpSession{key: k, flow: flow})
+}
+
+// lookUp returns k's flow, nil if there is none.
+func (s *Sessions) lookUp(k UDPKey) (*udpSession, error) {
 	s.mu.Lock()
-	if other := s.flows[k]; other != nil || s.closed {
-		s.mu.Unlock()
-		f.end(false)
-		if other == nil {
-			return nil, net.ErrClosed
-		}
-		return other, nil
+	defer s.mu.Unlock()
+	if s.closed {
+		return nil, net.ErrClosed
 	}
-	f.looked = f.active.Load()
-	f.elem = s.order.PushBack(f)
-	s.flows[k] = f
-	s.wg.Go(func() { s.receive(f) })
+	f := s.flows[k]
+	if f != nil {
+		s.touch(f)
+	}
+	return f, nil
+}
+
+// touch notes that a datagram of f passes. s.mu is held.
+func (s *Sessions) touch(f *udpSession) {
+	if f.elem != nil {
+		f.active = time.Now()
+		s.order.MoveToBack(f.elem)
+	}
+}
+
+// add puts a new flow into the table, in the place of the idlest if it is full.
+// Where another was faster that one is returned and f ended.
+func (s *Sessions) add(f *udpSession) (*udpSession, error) {
+	s.mu.Lock()
+	other, closed := s.flows[f.key], s.closed
+	var evicted *udpSession
+	if other == nil && !closed {
+		if len(s.flows) >= max(s.max, 1) {
+			evicted = s.order.Front().Value.(*udpSession)
+			s.takeOut(evicted)
+		}
+		f.active = time.Now()
+		f.elem = s.order.PushBack(f)
+		s.flows[f.key] = f
+		s.wg.Go(func() { s.receive(f) })
+	}
 	s.mu.Unlock()
+	switch {
+	case closed:
+		f.end(false)
+		return nil, net.ErrClosed
+	case other != nil:
+		f.end(false)
+		return other, nil
+	case evicted != nil:
+		evicted.end(true)
+	}
 	return f, nil
 }
 
@@ -165,20 +187,25 @@ func (s *Sessions) receive(f *udpSession) {
 	_ = f.flow.Receive(func(segs [][]byte, err error) error {
 		if errors.Is(err, syscall.ECONNREFUSED) {
 			s.handler.Refused(f.key)
-			return nil
+			return err
 		}
 		if err != nil {
 			return nil // of one datagram; the next may be fine
 		}
-		f.touch()
+		s.mu.Lock()
+		s.touch(f)
+		s.mu.Unlock()
 		n := 0
 		for _, seg := range segs {
 			n += len(seg)
 		}
-		// A client that is gone, or has no room, loses it; nothing is tried
-		// again (FB-036).
-		if s.handler.Reply(f.key, segs) == nil {
+		// Nothing is tried again (FB-036): a client that is gone ends the flow,
+		// any other error concerns this datagram (FB-041).
+		switch err := s.handler.Reply(f.key, segs); {
+		case err == nil:
 			f.flow.Passed(false, n)
+		case errors.Is(err, syscall.ECONNREFUSED), errors.Is(err, net.ErrClosed):
+			return err
 		}
 		return nil
 	})
@@ -213,20 +240,6 @@ func (f *udpSession) end(evicted bool) {
 	f.flow.Ended(evicted)
 }
 
-// idlest returns the flow that was idle for longest, bringing the list up to
-// date as far as needed. s.mu is held, and there is a flow.
-func (s *Sessions) idlest() *udpSession {
-	for {
-		f := s.order.Front().Value.(*udpSession)
-		if active := f.active.Load(); active != f.looked {
-			f.looked = active
-			s.order.MoveToBack(f.elem)
-			continue
-		}
-		return f
-	}
-}
-
 // sweep ends idle flows. It looks eight times in Idle, so a flow lives for at
 // most an eighth longer.
 func (s *Sessions) sweep() {
@@ -243,15 +256,11 @@ func (s *Sessions) sweep() {
 }
 
 func (s *Sessions) endIdle() {
-	deadline := int64(time.Since(began) - s.idle)
 	var idle []*udpSession
 	s.mu.Lock()
-	for len(s.flows) > 0 {
-		if s.order.Front().Value.(*udpSession).looked > deadline {
-			break
-		}
-		f := s.idlest()
-		if f.looked > deadline {
+	for e := s.order.Front(); e != nil; e = s.order.Front() {
+		f := e.Value.(*udpSession)
+		if time.Since(f.active) < s.idle {
 			break
 		}
 		s.takeOut(f)
