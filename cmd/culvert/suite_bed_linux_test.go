@@ -191,10 +191,12 @@ func (b *tapBed) boot(t *testing.T) {
 		10*time.Second, 10*time.Millisecond, "guestd does not start")
 }
 
-// kill deletes the namespace, after the processes that would keep it alive.
+// kill deletes the namespace, after what would keep it alive: its processes,
+// and the connections that its kernel still has something to send on.
 func (b *tapBed) kill(t *testing.T) {
 	t.Helper()
 	if b.cmd != nil {
+		ip(t, "netns", "exec", b.netns, "sh", "-c", "echo 1 >/proc/sys/net/ipv4/tcp_orphan_retries")
 		_ = b.cmd.Process.Kill()
 		_ = b.cmd.Wait()
 		b.cmd = nil

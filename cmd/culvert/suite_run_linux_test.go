@@ -104,7 +104,7 @@ func TestSuiteTap(t *testing.T) {
 	e.run(t, cases...)
 	e.run(t,
 		testCase{"InterfaceDeleted", testEnd(b.unplug, time.Second)},
-		testCase{"NamespaceDeleted", testEnd(b.kill, time.Second)},
+		testCase{"NamespaceDeleted", testNamespaceDeleted},
 		testCase{"FB121", testCycles(b, 10)},
 		testCase{"Stop", testStop},
 	)
