@@ -1,0 +1,23 @@
+// Package bench measures culvert, whole paths first: a client on the host, a
+// published port, the stack, an attachment, a server in the guest.
+//
+// Run it with
+//
+//	make bench        # seven rounds, raw output kept in bench/results, BENCHMARKS.md written
+//	make bench-smoke  # each once, as CI does
+//
+// or pick with go test: go test ./bench -run '^$' -bench 'TCP/attach=tap' -benchtime 1x
+//
+// # Reading
+//
+// Names are key=value, so that benchstat can group by any of them. One iteration
+// is one run of a peer program (iperf3) over a fixed time, or of a fixed number
+// of requests; ns/op means nothing there and the reported metrics everything.
+// Every table starts with a baseline row of the same run: the same work over
+// kernel loopback, with no relay between. Machines differ and are shared: compare
+// ratios inside one run, by medians.
+//
+// The guest is a network namespace behind a tap: a real Linux TCP stack at
+// native speed. Client, server and daemon are separate processes, as in life:
+// the daemon's part is this test process itself.
+package bench

@@ -1,0 +1,197 @@
+// Command report writes BENCHMARKS.md from the raw output of `go test -bench`.
+//
+//	go run ./bench/report bench/results/RUN > BENCHMARKS.md
+//
+// RUN is a folder with one file a round, all of one sitting on one machine. The
+// report gives medians with the least and the greatest of the rounds, beside the
+// baseline (path=loopback) of the same rounds. Nothing in it is typed by hand.
+package main
+
+import (
+	"bufio"
+	"fmt"
+	"io"
+	"maps"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+)
+
+func main() {
+	if len(os.Args) != 2 {
+		fmt.Fprintln(os.Stderr, "usage: report RUN-FOLDER")
+		os.Exit(2)
+	}
+	run, err := readRun(os.Args[1])
+	if err != nil {
+		fmt.Fprintln(os.Stderr, "report:", err)
+		os.Exit(1)
+	}
+	run.write(os.Stdout)
+}
+
+// A run is all rounds of one sitting.
+type run struct {
+	name   string
+	rounds int
+	config []string             // "key: value" lines, in the order seen
+	values map[result][]float64 // one a round
+}
+
+// A result is one metric of one benchmark.
+type result struct{ family, params, path, unit string }
+
+func readRun(dir string) (*run, error) {
+	files, err := filepath.Glob(filepath.Join(dir, "*.txt"))
+	if err != nil || len(files) == 0 {
+		return nil, fmt.Errorf("no rounds (*.txt) in %s", dir)
+	}
+	r := &run{name: filepath.Base(dir), rounds: len(files), values: make(map[result][]float64)}
+	for _, name := range files {
+		f, err := os.Open(name)
+		if err != nil {
+			return nil, err
+		}
+		err = r.read(f)
+		_ = f.Close()
+		if err != nil {
+			return nil, fmt.Errorf("%s: %w", name, err)
+		}
+	}
+	return r, nil
+}
+
+// read takes in one round.
+func (r *run) read(in io.Reader) error {
+	lines := bufio.NewScanner(in)
+	for lines.Scan() {
+		line := lines.Text()
+		if !strings.HasPrefix(line, "Benchmark") {
+			if key, _, ok := strings.Cut(line, ": "); ok && !strings.ContainsAny(key, " \t") && !slices.Contains(r.config, line) {
+				r.config = append(r.config, line)
+			}
+			continue
+		}
+		fields := strings.Fields(line)
+		if len(fields) < 4 {
+			continue // a name on a line of its own
+		}
+		name := fields[0]
+		if i := strings.LastIndexByte(name, '-'); i > 0 {
+			name = name[:i] // GOMAXPROCS
+		}
+		family, rest, _ := strings.Cut(strings.TrimPrefix(name, "Benchmark"), "/")
+		res := result{family: family}
+		var params []string
+		for p := range strings.SplitSeq(rest, "/") {
+			if path, ok := strings.CutPrefix(p, "path="); ok {
+				res.path = path
+			} else if p != "" {
+				params = append(params, p)
+			}
+		}
+		res.params = strings.Join(params, " ")
+		for i := 2; i+1 < len(fields); i += 2 {
+			v, err := strconv.ParseFloat(fields[i], 64)
+			if err != nil {
+				return fmt.Errorf("%q: %w", line, err)
+			}
+			res.unit = fields[i+1]
+			if res.unit != "ns/op" || v != 0 {
+				r.values[res] = append(r.values[res], v)
+			}
+		}
+	}
+	return lines.Err()
+}
+
+const baseline = "loopback"
+
+func (r *run) write(w io.Writer) {
+	fmt.Fprintf(w, "# Benchmarks\n\nWritten by `bench/report` from the raw output in `bench/results/%s`; `make bench` makes both anew.\n", r.name)
+	fmt.Fprintf(w, "%d rounds of one sitting: median (least to greatest). × is the median's ratio to the baseline of the same rounds, kernel loopback without a relay.\n\n", r.rounds)
+	for _, c := range r.config {
+		fmt.Fprintf(w, "- %s\n", c)
+	}
+	keys := slices.Collect(maps.Keys(r.values))
+	families := sorted(keys, func(k result) string { return k.family })
+	for _, family := range families {
+		ofFamily := slices.DeleteFunc(slices.Clone(keys), func(k result) bool { return k.family != family })
+		units := sorted(ofFamily, func(k result) string { return k.unit })
+		params := sorted(ofFamily, func(k result) string { return k.params })
+		paths := sorted(ofFamily, func(k result) string { return k.path })
+		slices.SortStableFunc(paths, func(a, b string) int { return rank(a) - rank(b) })
+		for _, unit := range units {
+			fmt.Fprintf(w, "\n## %s, %s\n\n| |", family, unit)
+			for _, p := range paths {
+				fmt.Fprintf(w, " %s |", p)
+			}
+			fmt.Fprintf(w, "\n|---|%s\n", strings.Repeat("---|", len(paths)))
+			for _, param := range params {
+				fmt.Fprintf(w, "| %s |", param)
+				base := r.values[result{family, param, baseline, unit}]
+				for _, p := range paths {
+					fmt.Fprintf(w, " %s |", cell(r.values[result{family, param, p, unit}], base, p == baseline))
+				}
+				fmt.Fprintln(w)
+			}
+		}
+	}
+}
+
+// rank puts the baseline first.
+func rank(path string) int {
+	if path == baseline {
+		return 0
+	}
+	return 1
+}
+
+// cell shows the rounds of one result beside the baseline's.
+func cell(v, base []float64, isBase bool) string {
+	if len(v) == 0 {
+		return "–"
+	}
+	s := fmt.Sprintf("%s (%s to %s)", number(median(v)), number(slices.Min(v)), number(slices.Max(v)))
+	if !isBase && len(base) > 0 && median(base) > 0 {
+		s += fmt.Sprintf(" ×%.2f", median(v)/median(base))
+	}
+	return s
+}
+
+func median(v []float64) float64 {
+	v = slices.Sorted(slices.Values(v))
+	if n := len(v); n%2 == 0 {
+		return (v[n/2-1] + v[n/2]) / 2
+	}
+	return v[len(v)/2]
+}
+
+func number(v float64) string {
+	if v >= 1000 {
+		return strconv.FormatFloat(v, 'f', 0, 64)
+	}
+	return strconv.FormatFloat(v, 'g', 3, 64)
+}
+
+// sorted returns the different values of key, in order: numbers in names by
+// their worth.
+func sorted(keys []result, key func(result) string) []string {
+	seen := make(map[string]bool)
+	for _, k := range keys {
+		seen[key(k)] = true
+	}
+	return slices.SortedFunc(maps.Keys(seen), natural)
+}
+
+func natural(a, b string) int {
+	if len(a) != len(b) {
+		if c := strings.Compare(strings.TrimRight(a, "0123456789"), strings.TrimRight(b, "0123456789")); c != 0 {
+			return c
+		}
+		return len(a) - len(b)
+	}
+	return strings.Compare(a, b)
+}
