@@ -41,6 +41,8 @@ type flow struct {
 	toGuest, toHost relay.Meter
 	half            atomic.Int32 // a relay.Half; or connecting
 
+	conn *listener.Conn // of TCP, the client's
+
 	mu      sync.Mutex
 	source  func() string // the guest's end's LocalAddr, once there is one
 	abort   []func()      // what to call to end it
@@ -71,6 +73,13 @@ func (f *flow) kill() {
 	for _, abort := range calls {
 		abort()
 	}
+}
+
+// clientGone reports whether a TCP flow's client is dead. Once we have ended the
+// stream to it, a client that has ended its own looks dead too; it is left to
+// the copy that reads it.
+func (f *flow) clientGone() bool {
+	return f.conn != nil && f.conn.Gone() && f.half.Load() != int32(relay.HalfGuest)
 }
 
 func (f *flow) setSource(local func() string) {
@@ -119,13 +128,15 @@ type flowTable struct {
 	dials  atomic.Int64
 }
 
-// start makes a flow of r's, or says in one word why not.
-func (t *flowTable) start(r *row, proto listener.Proto, client, host, guest netip.AddrPort) (f *flow, refused string) {
+// start makes a flow of r's, or says in one word why not. conn is the client's
+// connection, nil for UDP.
+func (t *flowTable) start(r *row, conn *listener.Conn, client, host, guest netip.AddrPort) (f *flow, refused string) {
 	f = &flow{
-		id: t.next.Add(1), row: r, proto: proto, client: client, host: host, guest: guest, started: time.Now(),
+		id: t.next.Add(1), row: r, proto: listener.UDP, conn: conn, client: client, host: host, guest: guest, started: time.Now(),
 	}
 	count := &t.udp
-	if proto == listener.TCP {
+	if conn != nil {
+		f.proto = listener.TCP
 		f.half.Store(connecting)
 		count = &t.tcp
 		if count.Add(1) > int64(t.limits.Flows) {

@@ -1,6 +1,7 @@
 package stack
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -83,14 +84,16 @@ type Forwarder struct {
 	icmp     *icmpSender
 	datagram []byte // of the group's goroutine
 
-	ctx    context.Context // of dials; ends in Shutdown
-	cancel context.CancelFunc
+	ctx     context.Context // of dials and the sweep; ends in Shutdown
+	cancel  context.CancelFunc
+	sweeper sync.WaitGroup
 
 	mu      sync.Mutex
 	table   *listener.Table
 	owners  map[listener.Owner]map[listener.Spec]*row
 	failing map[*row]struct{} // rows with a RetryAt
 	vms     map[string]*VM
+	nodes   map[string]netip.Addr // of VMs that are, or were, there
 	asked   uint64
 	retry   *time.Timer // the earliest RetryAt; nil when none is due
 	closed  bool
@@ -106,7 +109,7 @@ func New(o Options) (*Forwarder, error) {
 	f := &Forwarder{
 		opts: o, log: o.Log, flows: flowTable{limits: o.Limits}, datagram: make([]byte, maxDatagram),
 		table: listener.NewTable(o.Policy), owners: make(map[listener.Owner]map[listener.Spec]*row),
-		failing: make(map[*row]struct{}), vms: make(map[string]*VM), changed: make(chan struct{}),
+		failing: make(map[*row]struct{}), vms: make(map[string]*VM), nodes: make(map[string]netip.Addr), changed: make(chan struct{}),
 	}
 	f.ctx, f.cancel = context.WithCancel(context.Background())
 	group, err := listener.NewGroup(f)
@@ -116,6 +119,7 @@ func New(o Options) (*Forwarder, error) {
 	f.group = group
 	f.icmp = newICMPSender()
 	f.sessions = relay.NewSessions(udpHandler{f}, o.Timeouts.UDPIdle, o.Limits.UDPFlows)
+	f.sweeper.Go(f.sweep)
 	return f, nil
 }
 
@@ -135,9 +139,6 @@ func (vm *VM) node() netip.Addr {
 	return vm.Node6
 }
 
-// noNode is the node of a VM that is not there.
-var noNode netip.Addr
-
 // AttachVM opens the rows of a VM that has come. A VM of that name that is
 // attached already is detached first.
 func (f *Forwarder) AttachVM(name string, vm VM) {
@@ -147,7 +148,7 @@ func (f *Forwarder) AttachVM(name string, vm VM) {
 	if f.closed {
 		return
 	}
-	f.vms[name] = &vm
+	f.vms[name], f.nodes[name] = &vm, vm.node()
 	f.tryRows(func(r *row) bool { return r.spec.Target.VM == name })
 }
 
@@ -207,7 +208,7 @@ func (f *Forwarder) Publish(_ context.Context, o listener.Owner, specs []listene
 	for _, r := range gone {
 		delete(f.failing, r)
 	}
-	promoted := f.table.Claim(o, specs)
+	promoted := f.table.Claim(o, slices.DeleteFunc(slices.Clone(specs), func(s listener.Spec) bool { return never(s) != nil }))
 	if len(wanted) == 0 {
 		delete(f.owners, o)
 	} else {
@@ -279,9 +280,15 @@ func (f *Forwarder) openRows(fresh []*row, promoted []listener.Claim) {
 			fresh = append(fresh, r)
 		}
 	}
-	slices.SortFunc(fresh, func(a, b *row) int { return int(int64(a.seq) - int64(b.seq)) })
-	for _, r := range fresh {
-		f.try(r)
+	slices.SortFunc(fresh, bySeq)
+	for len(fresh) > 0 {
+		r := fresh[0]
+		fresh = fresh[1:]
+		for _, c := range f.try(r) {
+			if r := f.owners[c.Owner][c.Spec]; r != nil {
+				fresh = append(fresh, r)
+			}
+		}
 	}
 	f.schedule()
 }
@@ -343,11 +350,14 @@ func (f *Forwarder) closeRows(rows []*row) {
 	}
 }
 
-// try opens what of r is not open, if it may be. mu is held.
-func (f *Forwarder) try(r *row) {
+func bySeq(a, b *row) int { return cmp.Compare(a.seq, b.seq) }
+
+// try opens what of r is not open, if it may be. It returns the claims that may
+// be opened because of it. mu is held.
+func (f *Forwarder) try(r *row) (promoted []listener.Claim) {
 	now := time.Now()
 	if f.judge(r, now) {
-		return
+		return nil
 	}
 	vm := f.vms[r.spec.Target.VM]
 	r.open(vm) // before the sockets: they accept at once
@@ -356,43 +366,54 @@ func (f *Forwarder) try(r *row) {
 	} else {
 		r.opened.Retry()
 	}
-	f.claimPicked(r)
-	f.settle(r, r.opened.Outcome(), now)
+	promoted, err := f.claimPicked(r)
+	o := r.opened.Outcome()
+	if err != nil {
+		o.State, o.Detail, o.Err = listener.Failed, err.Error(), err
+	}
+	f.settle(r, o, now)
+	return promoted
 }
 
 // pickTries bounds how often the kernel is asked for a number that no closed
-// row of ours has a claim to.
+// row of ours has a claim to. It draws from some 28 000; if our closed rows had
+// half of them, all tries would fail once in 256 times.
 const pickTries = 8
 
-// claimPicked makes the number the kernel chose r's in the table. mu is held.
-func (f *Forwarder) claimPicked(r *row) {
+// claimPicked makes the number the kernel chose r's in the table. It returns
+// the claims that may be opened because the number before is free, and an error
+// when r has got none; its sockets are closed then. mu is held.
+func (f *Forwarder) claimPicked(r *row) (promoted []listener.Claim, err error) {
 	if r.spec.Host.Port() != 0 {
-		return
+		return nil, nil
 	}
 	for range pickTries {
 		bound := r.opened.Outcome().Bound
 		if len(bound) == 0 {
-			return
+			return promoted, nil
 		}
-		if _, err := f.table.Picked(r.owner, r.spec, bound[0].Port()); err == nil {
-			return
+		var free []listener.Claim
+		free, err = f.table.Picked(r.owner, r.spec, bound[0].Port())
+		promoted = append(promoted, free...)
+		if err == nil {
+			return promoted, nil
 		}
 		r.opened.Close()
 		r.opened = listener.Open(f.group, r.spec, f.opts.Policy, r)
 	}
+	r.opened.Close()
+	// Not a conflict: nobody promotes r, it is tried again.
+	return promoted, fmt.Errorf("the kernel picked %d numbers that other publishes have; the last time: %v", pickTries, err)
 }
 
 // judge settles r if its state follows without a try to bind, and reports
 // whether it does. mu is held.
 func (f *Forwarder) judge(r *row, now time.Time) bool {
 	o := listener.Outcome{Spec: r.spec}
-	err := r.spec.Validate()
+	err := never(r.spec)
 	conflict := f.table.Conflict(r.owner, r.spec)
 	switch {
 	case err != nil:
-		o.State, o.Detail, o.Err = listener.Skipped, err.Error(), err
-	case r.spec.Source != listener.SourceGateway:
-		err := errors.New("this version shows the guest the gateway's address only; publish with --source gateway")
 		o.State, o.Detail, o.Err = listener.Skipped, err.Error(), err
 	case conflict != nil:
 		o.State, o.Detail, o.Err = listener.Failed, conflict.Error(), conflict
@@ -403,6 +424,14 @@ func (f *Forwarder) judge(r *row, now time.Time) bool {
 	}
 	f.settle(r, o, now)
 	return true
+}
+
+// never says why s can never be published. Such a spec has no claim to a port.
+func never(s listener.Spec) error {
+	if s.Source != listener.SourceGateway {
+		return errors.New("this version shows the guest the gateway's address only; publish with --source gateway")
+	}
+	return s.Validate()
 }
 
 // settle gives r its outcome and logs a change. mu is held.
@@ -476,10 +505,10 @@ func (f *Forwarder) Changed() <-chan struct{} {
 func (f *Forwarder) Rows() []Row {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	rows := slices.SortedFunc(f.rows(), func(a, b *row) int { return int(int64(a.seq) - int64(b.seq)) })
+	rows := slices.SortedFunc(f.rows(), bySeq)
 	views := make([]Row, len(rows))
 	for i, r := range rows {
-		views[i] = r.view(f.opts.Policy, f.vms[r.spec.Target.VM])
+		views[i] = r.view(f.opts.Policy, f.nodes[r.spec.Target.VM])
 	}
 	return views
 }
@@ -493,13 +522,46 @@ func (f *Forwarder) Flows() []FlowView {
 	for _, r := range rows {
 		views = append(views, r.views()...)
 	}
-	slices.SortFunc(views, func(a, b FlowView) int { return int(int64(a.ID) - int64(b.ID)) })
+	slices.SortFunc(views, func(a, b FlowView) int { return cmp.Compare(a.ID, b.ID) })
 	return views
 }
 
+// sweepEvery is how often flows are looked at whose client may have left
+// unnoticed. One look costs a poll(2), 65536 of them some 30 ms.
+const sweepEvery = 15 * time.Second
+
+// sweep ends flows whose client is gone while nobody reads it: the guest takes
+// nothing, so the copy towards it waits there, and what the client sent and its
+// socket would be held until the guest moves.
+func (f *Forwarder) sweep() {
+	tick := time.NewTicker(sweepEvery)
+	defer tick.Stop()
+	for {
+		select {
+		case <-f.ctx.Done():
+			return
+		case <-tick.C:
+			f.killGone()
+		}
+	}
+}
+
+func (f *Forwarder) killGone() {
+	f.mu.Lock()
+	rows := slices.Collect(f.rows())
+	f.mu.Unlock()
+	for _, r := range rows {
+		for _, fl := range r.live() {
+			if fl.clientGone() {
+				fl.kill()
+			}
+		}
+	}
+}
+
 // Shutdown stops accepting, lets TCP flows end by themselves for Timeouts.Drain
-// or until ctx ends, resets the rest, and frees everything. Shutting down again
-// does nothing.
+// or until ctx ends, resets the rest, and frees everything. It returns at once
+// when it was called before.
 func (f *Forwarder) Shutdown(ctx context.Context) {
 	f.mu.Lock()
 	if f.closed {
@@ -511,8 +573,6 @@ func (f *Forwarder) Shutdown(ctx context.Context) {
 		f.retry.Stop()
 	}
 	rows := slices.Collect(f.rows())
-	f.mu.Unlock()
-
 	for _, r := range rows {
 		r.shut()
 		if r.opened != nil {
@@ -522,6 +582,9 @@ func (f *Forwarder) Shutdown(ctx context.Context) {
 			r.kill() // they answer through the socket that is closed
 		}
 	}
+	f.mu.Unlock()
+
+	// A VM that goes meanwhile has its flows reset by DetachVM.
 	drained := make(chan struct{})
 	go func() {
 		defer close(drained)
@@ -534,13 +597,13 @@ func (f *Forwarder) Shutdown(ctx context.Context) {
 	select {
 	case <-drained:
 	case <-drain.Done():
-		f.cancel()
 		for _, r := range rows {
 			r.kill()
 		}
 		<-drained
 	}
 	f.cancel()
+	f.sweeper.Wait()
 	f.sessions.Close()
 	_ = f.group.Close() // close(2) of sockets reports nothing to act upon
 	f.icmp.close()

@@ -2,6 +2,7 @@ package stack
 
 import (
 	"net/netip"
+	"strconv"
 	"sync"
 
 	"golang.org/x/sys/unix"
@@ -49,8 +50,10 @@ func (s *icmpSender) portUnreachable(client, host netip.AddrPort) {
 		return
 	}
 	if s.v6 >= 0 {
-		info := &unix.Inet6Pktinfo{Addr: from.As16()}
-		to := &unix.SockaddrInet6{Addr: client.Addr().As16()}
+		// Zones are interface indices, as package listener has them.
+		scope, _ := strconv.ParseUint(client.Addr().Zone(), 10, 32)
+		info := &unix.Inet6Pktinfo{Addr: from.As16(), Ifindex: uint32(scope)}
+		to := &unix.SockaddrInet6{Addr: client.Addr().As16(), ZoneId: uint32(scope)}
 		_, _ = unix.SendmsgN(s.v6, unreachable6(client, host), unix.PktInfo6(info), to, 0)
 	}
 }

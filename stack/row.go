@@ -2,6 +2,7 @@ package stack
 
 import (
 	"maps"
+	"net/netip"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -99,25 +100,25 @@ func (r *row) shut() {
 	r.vm.Store(nil)
 }
 
+// live returns the flows there are.
+func (r *row) live() []*flow {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return slices.Collect(maps.Keys(r.flows))
+}
+
 // kill aborts the flows there are.
 func (r *row) kill() {
-	r.mu.Lock()
-	flows := slices.Collect(maps.Keys(r.flows))
-	r.mu.Unlock()
-	for _, f := range flows {
+	for _, f := range r.live() {
 		f.kill()
 	}
 }
 
-// view describes the row.
-func (r *row) view(policy listener.Policy, vm *VM) Row {
-	v := Row{Owner: r.owner, Outcome: r.outcome, Host: r.spec.HostString(policy)}
+// view describes the row. node is the VM's, the zero address when it has not
+// been there yet.
+func (r *row) view(policy listener.Policy, node netip.Addr) Row {
+	v := Row{Owner: r.owner, Outcome: r.outcome, Host: r.spec.HostString(policy), Guest: r.spec.GuestString(node)}
 	v.Outcome.Bound = slices.Clone(r.outcome.Bound)
-	if vm != nil {
-		v.Guest = r.spec.GuestString(vm.node())
-	} else {
-		v.Guest = r.spec.GuestString(noNode)
-	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	v.Flows = FlowCount{Active: len(r.flows), Total: r.total, Refused: maps.Clone(r.refused)}
@@ -131,9 +132,7 @@ func (r *row) view(policy listener.Policy, vm *VM) Row {
 
 // views describes the row's flows.
 func (r *row) views() []FlowView {
-	r.mu.Lock()
-	flows := slices.Collect(maps.Keys(r.flows))
-	r.mu.Unlock()
+	flows := r.live()
 	views := make([]FlowView, len(flows))
 	for i, f := range flows {
 		views[i] = f.view()

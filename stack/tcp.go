@@ -27,13 +27,13 @@ func (f *Forwarder) Accepted(s *listener.Socket, c *listener.Conn) {
 		return
 	}
 	guest := r.target(vm, s.Index())
-	fl, refused := f.flows.start(r, listener.TCP, c.RemoteAddr(), c.LocalAddr(), guest)
+	fl, refused := f.flows.start(r, c, c.RemoteAddr(), c.LocalAddr(), guest)
 	if refused != "" {
 		r.refuse(refused)
 		c.Abort()
 		return
 	}
-	go f.serveTCP(fl, vm, c) // waited for by its row, which counts its flow
+	go f.serveTCP(fl, vm) // waited for by its row, which counts its flow
 }
 
 // target returns where the row's port of that index leads.
@@ -46,10 +46,11 @@ func (r *row) target(vm *VM, index uint16) netip.AddrPort {
 }
 
 // serveTCP carries one client's flow from the dial to its end.
-func (f *Forwarder) serveTCP(fl *flow, vm *VM, c *listener.Conn) {
+func (f *Forwarder) serveTCP(fl *flow, vm *VM) {
 	defer f.flows.end(fl)
+	c := fl.conn
 	fl.own(c.Abort)
-	guest, err := f.dial(fl, vm, c)
+	guest, err := f.dial(fl, vm)
 	if err != nil {
 		fl.row.refuse(refusal(err))
 		c.Abort() // a reset: the client must not take it for an end (C-15)
@@ -74,7 +75,7 @@ var errDials = errors.New("too many dials under way")
 
 // dial connects to the guest, unless the client leaves or the flow is aborted
 // meanwhile.
-func (f *Forwarder) dial(fl *flow, vm *VM, c *listener.Conn) (relay.GuestConn, error) {
+func (f *Forwarder) dial(fl *flow, vm *VM) (relay.GuestConn, error) {
 	if f.flows.dials.Add(1) > int64(f.flows.limits.Dials) {
 		f.flows.dials.Add(-1)
 		return nil, errDials
@@ -91,7 +92,7 @@ func (f *Forwarder) dial(fl *flow, vm *VM, c *listener.Conn) (relay.GuestConn, e
 	watch := make(chan struct{})
 	timer := time.AfterFunc(leaveWatch, func() {
 		defer close(watch)
-		if c.WaitGone(ctx) == nil {
+		if fl.conn.WaitGone(ctx) == nil {
 			leave(errLeft)
 		}
 	})

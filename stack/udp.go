@@ -64,7 +64,7 @@ func (h udpHandler) Open(k relay.UDPKey) (relay.UDPFlow, error) {
 	}
 	guest := r.target(vm, s.Index())
 	host := netip.AddrPortFrom(k.Local, s.Addr().Port())
-	fl, refused := h.f.flows.start(r, listener.UDP, k.Client, host, guest)
+	fl, refused := h.f.flows.start(r, nil, k.Client, host, guest)
 	if refused != "" {
 		return nil, refusedError(refused)
 	}

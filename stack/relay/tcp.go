@@ -77,7 +77,8 @@ type Options struct {
 	HalfClose time.Duration
 	// ToGuest and ToHost count the bytes of each direction; not nil.
 	ToGuest, ToHost *Meter
-	// Halved is called when one side has ended its stream first. It may be nil.
+	// Halved is called when one side has ended its stream first, before the end
+	// is passed on. It may be nil.
 	Halved func(Half)
 }
 
@@ -139,13 +140,13 @@ func (f *tcpFlow) streamEnded(from Half, err error) {
 	case err == nil && f.open == 1 && gone(src):
 		f.abort(resetBy(from)) // the other copy was told, or is about to be
 	case err == nil:
-		// It fails when dst is gone, which dst's own stream tells.
-		_ = dst.CloseWrite()
 		if f.open == 1 {
 			f.halfClose(from)
 		} else {
 			f.stopWaiting()
 		}
+		// It fails when dst is gone, which dst's own stream tells.
+		_ = dst.CloseWrite()
 	case why != EndAborted && why != resetBy(from) && f.open == 1:
 		f.doomed, f.end = true, why
 		f.timer = time.AfterFunc(drainAfterReset, func() {
