@@ -50,7 +50,8 @@ var (
 type Outcome struct {
 	Spec  Spec
 	State State
-	// Detail is the sentence for people; empty when forwarded.
+	// Detail is the sentence for people; empty when forwarded, but for the note
+	// that the host lacks one family of two (FB-059).
 	Detail string
 	// Err is the cause, for errors.Is; nil when forwarded.
 	Err error
