@@ -26,6 +26,7 @@
 //   - qemustream: QEMU's stream netdev, length-prefixed frames on a stream socket
 //   - unixgram: one datagram, one frame
 //   - memory: two attachments joined in memory
+//   - socketfile: one process at a time for a unix socket path
 //   - attach: parses an attach spec and opens the transport it names
 //   - datapathtest: what every transport must do, as a test suite
 package datapath

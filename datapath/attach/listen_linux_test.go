@@ -22,7 +22,7 @@ import (
 
 	"github.com/culvertnet/culvert/datapath"
 	"github.com/culvertnet/culvert/datapath/datapathtest"
-	"github.com/culvertnet/culvert/datapath/internal/socketfile"
+	"github.com/culvertnet/culvert/datapath/socketfile"
 	"github.com/culvertnet/culvert/datapath/memory"
 )
 

@@ -8,7 +8,7 @@ import (
 	"strconv"
 	"strings"
 
-	"github.com/culvertnet/culvert/datapath/internal/socketfile"
+	"github.com/culvertnet/culvert/datapath/socketfile"
 )
 
 // The transports of a Spec, as they are written.

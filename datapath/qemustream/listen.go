@@ -12,7 +12,7 @@ import (
 	"time"
 
 	"github.com/culvertnet/culvert/datapath"
-	"github.com/culvertnet/culvert/datapath/internal/socketfile"
+	"github.com/culvertnet/culvert/datapath/socketfile"
 )
 
 // acceptPause is the wait after an accept(2) that failed for want of

@@ -18,7 +18,7 @@ import (
 
 	"github.com/culvertnet/culvert/datapath"
 	"github.com/culvertnet/culvert/datapath/datapathtest"
-	"github.com/culvertnet/culvert/datapath/internal/socketfile"
+	"github.com/culvertnet/culvert/datapath/socketfile"
 )
 
 // patience bounds what should happen at once.

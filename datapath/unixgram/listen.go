@@ -9,7 +9,7 @@ import (
 	"time"
 
 	"github.com/culvertnet/culvert/datapath"
-	"github.com/culvertnet/culvert/datapath/internal/socketfile"
+	"github.com/culvertnet/culvert/datapath/socketfile"
 )
 
 // greeting is what vfkit sends before its first frame, and after a reconnect.

@@ -10,7 +10,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/culvertnet/culvert/datapath/internal/socketfile"
+	"github.com/culvertnet/culvert/datapath/socketfile"
 )
 
 const (
