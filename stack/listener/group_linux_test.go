@@ -418,7 +418,7 @@ func mustRawSocket(tb testing.TB, proto Proto, domain int) int {
 	fd, err := unix.Socket(domain, kind|unix.SOCK_CLOEXEC, 0)
 	require.NoError(tb, err)
 	tb.Cleanup(func() { unix.Close(fd) })
-	require.NoError(tb, unix.SetsockoptTimeval(fd, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &unix.Timeval{Sec: int64(patience / time.Second)}))
+	require.NoError(tb, unix.SetsockoptTimeval(fd, unix.SOL_SOCKET, unix.SO_RCVTIMEO, new(unix.NsecToTimeval(int64(patience)))))
 	return fd
 }
 
