@@ -405,13 +405,43 @@ func testStoppedReader(t *testing.T, e *env) {
 // Connections that come and go leave nothing (C-19).
 func testChurn(t *testing.T, e *env) {
 	e.assertSettled(t, func() {
-		require.Empty(t, each(10_000, 50, func(int) error {
+		// The client ends first (FB-008).
+		require.Empty(t, each(10_000, 50, func(i int) error {
 			c, err := e.tryDial(portEcho)
 			if err != nil {
 				return err
 			}
+			defer c.Close()
+			sent := []byte{byte(i)}
+			if _, err := c.Write(sent); err != nil {
+				return err
+			}
+			got := make([]byte, 1)
+			if _, err := io.ReadFull(c, got); err != nil {
+				return err
+			}
+			if got[0] != sent[0] {
+				return fmt.Errorf("%v came back as %v", sent, got)
+			}
+			return nil
+		}))
+		// Clients that leave before the guest has answered. They come faster than
+		// a guest can accept, so some are refused (C-53).
+		require.Empty(t, each(2000, 50, func(i int) error {
+			c, err := e.tryDial(portEcho)
+			if isReset(err) {
+				return nil
+			}
+			if err != nil {
+				return err
+			}
+			if i%2 == 0 {
+				_ = c.SetLinger(0)
+			}
 			return c.Close()
 		}))
+		require.Eventually(t, func() bool { return e.askLine(0) == nil },
+			e.bound(margin*3*time.Second), 100*time.Millisecond, "it does not recover")
 		require.Empty(t, each(200, 20, func(i int) error {
 			c, err := e.tryDial(portSource)
 			if err != nil {
