@@ -77,6 +77,9 @@ func listen(spec Spec, o Options) (Listener, error) {
 		return orNone(unixgram.Listen(spec.Address, o.Log))
 	case Tap:
 		config := tap.Config{Name: spec.Address, NetNS: spec.NetNS, Queues: spec.Queues, MTU: o.MTU}
+		if err := tap.Check(config); err != nil {
+			return nil, fmt.Errorf("attach %s: %w", spec, err)
+		}
 		log := o.Log.With("attach", spec.String())
 		return newRetrier(log, tapNotYet(spec), func(context.Context) (datapath.Attachment, error) { return tap.Open(config) }), nil
 	case Memory:

@@ -33,6 +33,11 @@ const (
 	etherHeader = 14
 )
 
+// Check reports whether this process can make a tap at all, without leaving
+// one: what is wrong then (no /dev/net/tun, no CAP_NET_ADMIN) no waiting mends,
+// and is worth knowing before anything else is started.
+func Check(cfg Config) error { return check(cfg) }
+
 // Open creates the tap, or adopts a persistent one of that name, sets it up and
 // attaches to it. The interface's name is Info.Name. A new interface has a MAC
 // address made from its name and namespace path, so the guest's address is the
