@@ -157,7 +157,8 @@ func (d *daemon) cli(args ...string) (out string, code int) {
 	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
 	defer cancel()
 	cmd := exec.CommandContext(ctx, d.binary, args...)
-	cmd.Env = append(os.Environ(), "CULVERT_API="+d.api)
+	// A race-enabled program sleeps for a second before it exits, by default.
+	cmd.Env = append(os.Environ(), "CULVERT_API="+d.api, "GORACE=atexit_sleep_ms=0")
 	var stdout, stderr bytes.Buffer
 	cmd.Stdout, cmd.Stderr = &stdout, &stderr
 	err := cmd.Run()
