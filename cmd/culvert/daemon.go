@@ -1,0 +1,81 @@
+package main
+
+import (
+	"fmt"
+	"io"
+	"log/slog"
+	"os"
+	"os/signal"
+	"syscall"
+
+	"github.com/culvertnet/culvert/cmd/internal/daemon"
+	"github.com/spf13/cobra"
+)
+
+func newDaemon() *cobra.Command {
+	var file string
+	var over daemon.Overrides
+	cmd := &cobra.Command{
+		Use:   "daemon",
+		Short: "Run the data plane in the foreground",
+		Long: `Runs the data plane in the foreground, and logs to standard error.
+
+SIGTERM stops accepting, drains, resets what is left and leaves with 0; a second
+one ends at once. SIGHUP reads the config again and applies the difference.
+Under systemd it says READY=1 when it serves.`,
+		Example: `  culvert daemon --attach default=qemu:unix:/tmp/vm.sock -p 8080:80
+  culvert daemon --config /etc/culvert/culvert.yaml`,
+		Args: usageArgs(cobra.NoArgs),
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			over.APISocket, _ = cmd.Flags().GetString("api")
+			over.ForceAPI = cmd.Flags().Changed("api") || os.Getenv("CULVERT_API") != ""
+			return runDaemon(cmd, file, over)
+		},
+	}
+	cmd.Flags().StringVar(&file, "config", "", "config `FILE` (YAML)")
+	cmd.Flags().StringArrayVar(&over.Attach, "attach", nil, "a VM and how to reach it, `VM=SPEC`; may be repeated")
+	cmd.Flags().StringArrayVarP(&over.Publish, "publish", "p", nil, "`PUBLISH` for the only VM, as with culvert publish; may be repeated")
+	return cmd
+}
+
+func runDaemon(cmd *cobra.Command, file string, over daemon.Overrides) error {
+	load := func() (*daemon.Config, error) { return loadConfig(file, over) }
+	config, err := load()
+	if err != nil {
+		return &usageError{err}
+	}
+	log := newLogger(cmd.ErrOrStderr(), config.Log)
+	if err := daemon.RaiseDescriptors(); err != nil {
+		log.Warn("limit of open files not raised", "err", err)
+	}
+	hangup := make(chan os.Signal, 1)
+	signal.Notify(hangup, syscall.SIGHUP)
+	defer signal.Stop(hangup)
+	opts := daemon.Options{Log: log, Hangup: hangup}
+	if file != "" {
+		opts.Reload = load
+	}
+	return daemon.Run(cmd.Context(), config, opts)
+}
+
+// loadConfig reads the config file, if there is one, and the command line.
+func loadConfig(file string, over daemon.Overrides) (*daemon.Config, error) {
+	if file == "" {
+		return daemon.ParseConfig("command line", nil, over)
+	}
+	text, err := os.ReadFile(file)
+	if err != nil {
+		return nil, fmt.Errorf("read config: %w", err)
+	}
+	return daemon.ParseConfig(file, text, over)
+}
+
+func newLogger(w io.Writer, c daemon.LogConfig) *slog.Logger {
+	var level slog.Level
+	_ = level.UnmarshalText([]byte(c.Level)) // checked with the config
+	opts := &slog.HandlerOptions{Level: level}
+	if c.Format == "json" {
+		return slog.New(slog.NewJSONHandler(w, opts))
+	}
+	return slog.New(slog.NewTextHandler(w, opts))
+}

@@ -1,0 +1,159 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+	"time"
+
+	"github.com/culvertnet/culvert/cmd/internal/api"
+	"github.com/spf13/cobra"
+)
+
+func newLs() *cobra.Command {
+	var owner, vm string
+	var watch bool
+	cmd := &cobra.Command{
+		Use:   "ls [ID]",
+		Short: "List every requested host port, who asked for it, and what became of it",
+		Long: `Lists the ledger: every requested host port, who asked for it, its state and why.
+
+  pending     wanted, not yet possible; the detail says what is waited for
+  forwarded   open on the host, led to the guest
+  skipped     never possible, not tried again
+  failed      not possible now; tried again, and at once when a row of ours leaves
+
+With an ID only rows of owners whose id begins with it are shown.`,
+		Args: usageArgs(cobra.MaximumNArgs(1)),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			if owner != "" && owner != "config" && owner != "cli" && owner != "docker" && owner != "kubernetes" {
+				return &usageError{fmt.Errorf("owner kind %q is none of config, cli, docker, kubernetes", owner)}
+			}
+			c := client(cmd)
+			defer c.Close()
+			list := func(ctx context.Context) ([]api.Listener, error) {
+				all, err := c.Listeners(ctx)
+				var rows []api.Listener
+				for _, l := range all {
+					if (owner == "" || l.Owner.Kind == owner) && (vm == "" || l.VM == vm) && (len(args) == 0 || strings.HasPrefix(l.Owner.ID, args[0])) {
+						rows = append(rows, l)
+					}
+				}
+				return rows, err
+			}
+			if watch {
+				return watchList(cmd, c, list, listenerTable)
+			}
+			rows, err := list(cmd.Context())
+			if err != nil {
+				return err
+			}
+			return printList(cmd, rows, listenerTable)
+		},
+	}
+	cmd.Flags().StringVar(&owner, "owner", "", "only owners of this `KIND`: config, cli, docker, kubernetes")
+	cmd.Flags().StringVar(&vm, "vm", "", "only rows of this VM, by `NAME`")
+	cmd.Flags().BoolVarP(&watch, "watch", "w", false, "follow: list again at every change")
+	addOutput(cmd)
+	return cmd
+}
+
+func listenerTable(rows []api.Listener) *table {
+	t := &table{head: []string{"HOST", "GUEST", "VM", "STATE", "OWNER", "FLOWS", "TO GUEST", "TO HOST", "DETAIL"}, state: 3}
+	for _, r := range rows {
+		host := r.Host
+		if strings.HasSuffix(host, ":0") && len(r.Bound) > 0 {
+			host = r.Bound[0] // the port the kernel picked
+		}
+		detail := r.Detail
+		if n := r.Flows.Refused; n > 0 {
+			if detail != "" {
+				detail += "; "
+			}
+			detail += fmt.Sprintf("%d refused (%s)", n, reasons(r.Flows.Refusals))
+		}
+		t.rows = append(t.rows, []string{
+			host + "/" + r.Protocol, r.Guest, r.VM, r.State, r.Owner.Kind, fmt.Sprint(r.Flows.Active),
+			bytesText(r.Bytes.ToGuest), bytesText(r.Bytes.ToHost), detail,
+		})
+	}
+	return t
+}
+
+// reasons lists counted reasons, in a fixed order.
+func reasons(m map[string]uint64) string {
+	var parts []string
+	for _, k := range sortedKeys(m) {
+		parts = append(parts, fmt.Sprintf("%s %d", k, m[k]))
+	}
+	return strings.Join(parts, ", ")
+}
+
+// redrawEvery is how often a followed listing is read again without an event,
+// for its counters.
+const redrawEvery = time.Second
+
+// watchList prints list again at every change, until interrupted: over the old
+// one on a terminal, below it elsewhere.
+func watchList[T any](cmd *cobra.Command, c *api.Client, list func(context.Context) ([]T, error), t func([]T) *table) error {
+	jsonWanted, err := asJSON(cmd)
+	if err != nil {
+		return err
+	}
+	_, terminal := terminalWidth(cmd.OutOrStdout())
+	ctx, cancel := context.WithCancel(cmd.Context())
+	defer cancel()
+	changed := make(chan struct{}, 1)
+	poke := func(api.Event) error {
+		select {
+		case changed <- struct{}{}:
+		default:
+		}
+		return nil
+	}
+	ended := make(chan error, 1)
+	go func() { ended <- c.Events(ctx, func() { _ = poke(api.Event{}) }, poke) }()
+	var tick <-chan time.Time
+	if terminal {
+		ticker := time.NewTicker(redrawEvery)
+		defer ticker.Stop()
+		tick = ticker.C
+	}
+	for {
+		select {
+		case <-changed:
+		case <-tick:
+		case err := <-ended:
+			if cmd.Context().Err() != nil {
+				return nil
+			}
+			if err == nil {
+				err = errors.New("the daemon has ended")
+			}
+			return err
+		}
+		rows, err := list(ctx)
+		if err != nil {
+			cancel()
+			<-ended
+			if cmd.Context().Err() != nil {
+				return nil
+			}
+			return err
+		}
+		if terminal {
+			fmt.Fprint(cmd.OutOrStdout(), "\x1b[H\x1b[2J") // home, clear
+		}
+		if jsonWanted {
+			err = writeJSON(cmd.OutOrStdout(), rows)
+		} else {
+			err = t(rows).write(cmd.OutOrStdout())
+		}
+		if err != nil {
+			cancel()
+			<-ended
+			return err
+		}
+	}
+}

@@ -1,0 +1,134 @@
+// Command culvert makes the ports of a VM appear on the host. INTERFACE: one
+// binary that is the daemon (`culvert daemon`) and what people type at it; the
+// commands talk to the daemon by its API alone.
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/signal"
+	"path/filepath"
+	"syscall"
+
+	"github.com/culvertnet/culvert/cmd/internal/api"
+	"github.com/spf13/cobra"
+)
+
+// Exit codes.
+const (
+	exitFailed   = 1 // the request failed
+	exitUsage    = 2 // wrong usage
+	exitNoDaemon = 3 // no daemon at the socket
+)
+
+func main() {
+	// A second signal ends the process at once: stop restores the default.
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	context.AfterFunc(ctx, stop)
+	os.Exit(run(ctx, os.Args[1:], os.Stdout, os.Stderr))
+}
+
+// run runs the command line args and returns the exit code.
+func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
+	root := newRoot()
+	root.SetArgs(args)
+	root.SetOut(stdout)
+	root.SetErr(stderr)
+	err := root.ExecuteContext(ctx)
+	if err == nil {
+		return 0
+	}
+	var failed *failedError
+	if !errors.As(err, &failed) || failed.text != "" {
+		fmt.Fprintf(stderr, "culvert: %v\n", err)
+	}
+	return exitCode(err)
+}
+
+// exitCode returns the exit code that says what err says.
+func exitCode(err error) int {
+	var noDaemon *api.NoDaemonError
+	var usage *usageError
+	switch {
+	case errors.As(err, &noDaemon):
+		return exitNoDaemon
+	case errors.As(err, &usage):
+		return exitUsage
+	}
+	return exitFailed
+}
+
+// A usageError is a command line that cannot be meant.
+type usageError struct{ err error }
+
+func (e *usageError) Error() string { return e.err.Error() }
+func (e *usageError) Unwrap() error { return e.err }
+
+// A failedError is a failure; with an empty text it has been said already.
+type failedError struct{ text string }
+
+func (e *failedError) Error() string { return e.text }
+
+// newRoot returns the whole command.
+func newRoot() *cobra.Command {
+	root := &cobra.Command{
+		Use:   "culvert",
+		Short: "Makes the ports of a VM appear on the host",
+		Long: `culvert makes the ports of a virtual machine appear on the machine that runs it.
+
+Start the daemon, tell it how to reach the VM's network card, and publish ports:
+
+  culvert daemon --attach default=qemu:unix:/tmp/vm.sock -p 8080:80
+  culvert wait && curl http://localhost:8080/
+  culvert ls
+
+Exit codes: 0 fine, 1 the request failed, 2 wrong usage, 3 no daemon.`,
+		SilenceErrors: true,
+		SilenceUsage:  true,
+		Args:          usageArgs(cobra.NoArgs),
+		RunE:          func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
+	}
+	root.PersistentFlags().String("api", defaultSocket(), "the daemon's `SOCKET`; CULVERT_API says the same")
+	root.SetFlagErrorFunc(func(cmd *cobra.Command, err error) error {
+		return &usageError{fmt.Errorf("%w; see `%s --help`", err, cmd.CommandPath())}
+	})
+	root.AddCommand(
+		newDaemon(), newWait(), newPublish(), newUnpublish(), newLs(), newFlows(), newVMs(), newDemo(), newVersion(),
+	)
+	root.CompletionOptions.HiddenDefaultCmd = false
+	return root
+}
+
+// usageArgs makes a check of arguments one of usage.
+func usageArgs(check cobra.PositionalArgs) cobra.PositionalArgs {
+	return func(cmd *cobra.Command, args []string) error {
+		if err := check(cmd, args); err != nil {
+			return &usageError{fmt.Errorf("%w; see `%s --help`", err, cmd.CommandPath())}
+		}
+		return nil
+	}
+}
+
+// defaultSocket is where the daemon's API is when nobody says otherwise.
+func defaultSocket() string {
+	if s := os.Getenv("CULVERT_API"); s != "" {
+		return s
+	}
+	if os.Geteuid() == 0 {
+		return "/run/culvert/culvert.sock"
+	}
+	dir := os.Getenv("XDG_RUNTIME_DIR")
+	if dir == "" {
+		dir = filepath.Join(os.TempDir(), fmt.Sprintf("culvert-%d", os.Geteuid()))
+	}
+	return filepath.Join(dir, "culvert", "culvert.sock")
+}
+
+// client returns a client of the daemon that cmd means.
+func client(cmd *cobra.Command) *api.Client {
+	socket, _ := cmd.Flags().GetString("api") // root has it
+	return api.NewClient(socket)
+}

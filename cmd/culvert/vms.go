@@ -1,0 +1,57 @@
+package main
+
+import (
+	"fmt"
+	"strings"
+	"time"
+
+	"github.com/culvertnet/culvert/cmd/internal/api"
+	"github.com/spf13/cobra"
+)
+
+func newVMs() *cobra.Command {
+	cmd := &cobra.Command{
+		Use:   "vms",
+		Short: "List the VMs: how they are attached, their state, counters",
+		Long: `Lists the VMs.
+
+  waiting   nothing is attached yet
+  ready     attached, and the node answers through the datapath
+  stalled   attached, and the node does not answer
+  gone      it was there and left; its ports are closed until it returns`,
+		Args: usageArgs(cobra.NoArgs),
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			c := client(cmd)
+			defer c.Close()
+			vms, err := c.VMs(cmd.Context())
+			if err != nil {
+				return err
+			}
+			return printList(cmd, vms, vmTable)
+		},
+	}
+	addOutput(cmd)
+	return cmd
+}
+
+func vmTable(vms []api.VM) *table {
+	t := &table{head: []string{"VM", "STATE", "ATTACH", "NODE", "GEN", "OFFLOADS", "RTT", "FLOWS", "TO GUEST", "TO HOST", "DROPS", "DETAIL"}, state: 1}
+	for _, v := range vms {
+		offloads := strings.Join(v.Offloads, ",")
+		if offloads == "" {
+			offloads = "-"
+		}
+		rtt, drops := "-", "-"
+		if v.Probe.RTT > 0 {
+			rtt = time.Duration(v.Probe.RTT * float64(time.Second)).Round(time.Microsecond).String()
+		}
+		if len(v.Drops) > 0 {
+			drops = reasons(v.Drops)
+		}
+		t.rows = append(t.rows, []string{
+			v.Name, v.State, v.Attach, v.Node, fmt.Sprint(v.Generation), offloads, rtt, fmt.Sprint(v.Flows),
+			bytesText(v.Bytes.ToGuest), bytesText(v.Bytes.ToHost), drops, v.Detail,
+		})
+	}
+	return t
+}

@@ -1,0 +1,13 @@
+// Package api is the daemon's HTTP/JSON API on a unix socket: its documents, a
+// server over a Backend, and the client that the command line uses. It knows
+// nothing of what is behind the Backend.
+//
+//	GET /v1/listeners              the ledger, an array of Listener
+//	PUT|DELETE /v1/publishes       a PublishRequest, answered by its Listeners
+//	GET /v1/flows                  live flows, an array of Flow
+//	GET /v1/vms                    an array of VM
+//	GET /v1/events                 one Event a line, as they happen
+//	GET /healthz                   200 while every VM is ready, 503 otherwise
+//
+// Errors are problem documents (RFC 9457).
+package api

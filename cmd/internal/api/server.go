@@ -1,0 +1,171 @@
+package api
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"time"
+)
+
+const (
+	// maxBody bounds a request: a publish's text is some 60 bytes, so ten
+	// thousand of them are well below 1 MiB.
+	maxBody = 1 << 20
+	// headerTimeout bounds how long a client may take to say what it wants.
+	headerTimeout = 10 * time.Second
+)
+
+// A Backend is what the API speaks for. Its methods are safe for concurrent use.
+type Backend interface {
+	Listeners() []Listener
+	Flows() []Flow
+	VMs() []VM
+	// Publish adds publishes of the CLI and returns their rows; Unpublish
+	// removes them and returns the rows as they were: their ports are free
+	// then. An error is the request's: a *Problem to say which status it has.
+	Publish(ctx context.Context, r PublishRequest) ([]Listener, error)
+	Unpublish(ctx context.Context, r PublishRequest) ([]Listener, error)
+	// Events calls emit for every change from now on, until ctx ends or emit
+	// fails.
+	Events(ctx context.Context, emit func(Event) error) error
+}
+
+// A Server serves a Backend on a unix socket.
+type Server struct {
+	backend Backend
+	http    http.Server
+}
+
+// NewServer returns a Server of b.
+func NewServer(b Backend) *Server {
+	s := &Server{backend: b}
+	mux := http.NewServeMux()
+	mux.HandleFunc("GET /v1/listeners", func(w http.ResponseWriter, _ *http.Request) { reply(w, b.Listeners()) })
+	mux.HandleFunc("GET /v1/flows", func(w http.ResponseWriter, _ *http.Request) { reply(w, b.Flows()) })
+	mux.HandleFunc("GET /v1/vms", func(w http.ResponseWriter, _ *http.Request) { reply(w, b.VMs()) })
+	mux.HandleFunc("PUT /v1/publishes", s.publishes(b.Publish))
+	mux.HandleFunc("DELETE /v1/publishes", s.publishes(b.Unpublish))
+	mux.HandleFunc("GET /v1/events", s.events)
+	mux.HandleFunc("GET /healthz", s.health)
+	mux.HandleFunc("/", func(w http.ResponseWriter, r *http.Request) {
+		problem(w, &Problem{Status: http.StatusNotFound, Detail: fmt.Sprintf("this daemon has no %s %s", r.Method, r.URL.Path)})
+	})
+	s.http = http.Server{Handler: mux, ReadHeaderTimeout: headerTimeout}
+	return s
+}
+
+// Serve serves connections of l, whose peers have been checked, until Shutdown.
+func (s *Server) Serve(l net.Listener) error {
+	err := s.http.Serve(&checkedListener{l})
+	if errors.Is(err, http.ErrServerClosed) {
+		return nil
+	}
+	return err
+}
+
+// Shutdown ends Serve, lets requests under way end until ctx does, and cuts off
+// the rest.
+func (s *Server) Shutdown(ctx context.Context) {
+	if s.http.Shutdown(ctx) != nil {
+		_ = s.http.Close() // streams of events do not end by themselves
+	}
+}
+
+// A checkedListener gives out connections of the daemon's own user and root.
+type checkedListener struct{ net.Listener }
+
+func (l *checkedListener) Accept() (net.Conn, error) {
+	for {
+		c, err := l.Listener.Accept()
+		if err != nil || peerAllowed(c) {
+			return c, err
+		}
+		_ = c.Close()
+	}
+}
+
+func reply[T any](w http.ResponseWriter, list []T) {
+	if list == nil {
+		list = []T{}
+	}
+	w.Header().Set("Content-Type", "application/json")
+	_ = json.NewEncoder(w).Encode(list) // a client that left is no error of ours
+}
+
+func problem(w http.ResponseWriter, err error) {
+	var p *Problem
+	if !errors.As(err, &p) {
+		p = &Problem{Status: http.StatusInternalServerError, Detail: err.Error()}
+	}
+	p.Title = http.StatusText(p.Status)
+	w.Header().Set("Content-Type", "application/problem+json")
+	w.WriteHeader(p.Status)
+	_ = json.NewEncoder(w).Encode(p)
+}
+
+func (s *Server) publishes(do func(context.Context, PublishRequest) ([]Listener, error)) http.HandlerFunc {
+	return func(w http.ResponseWriter, r *http.Request) {
+		req, err := readPublishes(http.MaxBytesReader(w, r.Body, maxBody))
+		if err != nil {
+			problem(w, err)
+			return
+		}
+		rows, err := do(r.Context(), req)
+		if err != nil {
+			problem(w, err)
+			return
+		}
+		reply(w, rows)
+	}
+}
+
+// readPublishes reads a request and refuses what it does not know.
+func readPublishes(body io.Reader) (req PublishRequest, err error) {
+	d := json.NewDecoder(body)
+	d.DisallowUnknownFields()
+	if err := d.Decode(&req); err != nil {
+		return req, &Problem{Status: http.StatusBadRequest, Detail: "request body: " + err.Error()}
+	}
+	if len(req.Publish) == 0 {
+		return req, &Problem{Status: http.StatusBadRequest, Detail: `request body: "publish" names nothing`}
+	}
+	return req, nil
+}
+
+func (s *Server) events(w http.ResponseWriter, r *http.Request) {
+	w.Header().Set("Content-Type", "application/jsonl")
+	flush := http.NewResponseController(w)
+	_ = flush.Flush() // the client knows now that nothing is missed
+	lines := json.NewEncoder(w)
+	_ = s.backend.Events(r.Context(), func(e Event) error {
+		if err := lines.Encode(e); err != nil {
+			return err
+		}
+		return flush.Flush()
+	})
+}
+
+// health answers 200 while every VM is ready, and says of the others why not.
+func (s *Server) health(w http.ResponseWriter, _ *http.Request) {
+	status := http.StatusOK
+	text := ""
+	for _, vm := range s.backend.VMs() {
+		if vm.State != "ready" {
+			status = http.StatusServiceUnavailable
+		}
+		text += fmt.Sprintf("%s: %s", vm.Name, vm.State)
+		if vm.Detail != "" {
+			text += " (" + vm.Detail + ")"
+		}
+		text += "\n"
+	}
+	if text == "" {
+		text = "no VMs\n"
+	}
+	w.WriteHeader(status)
+	_, _ = io.WriteString(w, text)
+}

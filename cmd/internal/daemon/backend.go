@@ -1,0 +1,264 @@
+package daemon
+
+import (
+	"context"
+	"fmt"
+	"net/http"
+	"time"
+
+	"github.com/culvertnet/culvert/cmd/internal/api"
+	"github.com/culvertnet/culvert/reconcile"
+	"github.com/culvertnet/culvert/stack"
+	"github.com/culvertnet/culvert/stack/listener"
+)
+
+// The daemon is the api.Backend: it says in the API's words what its parts know.
+
+var _ api.Backend = (*Daemon)(nil)
+
+// Listeners implements api.Backend.
+func (d *Daemon) Listeners() []api.Listener {
+	rows := d.forwarder.Rows()
+	list := make([]api.Listener, len(rows))
+	for i, r := range rows {
+		list[i] = d.listener(r)
+	}
+	return list
+}
+
+func (d *Daemon) listener(r stack.Row) api.Listener {
+	o, spec := r.Outcome, r.Outcome.Spec
+	l := api.Listener{
+		Owner: api.Owner(r.Owner), Protocol: spec.Proto.String(), Host: r.Host, Bound: []string{},
+		VM: spec.Target.VM, Guest: r.Guest, State: o.State.String(), Detail: o.Detail,
+		RetryAt: api.Time{Time: o.RetryAt}, Source: spec.Source.String(), Since: api.Time{Time: o.Since},
+		Flows: api.FlowCount{Active: r.Flows.Active, Total: r.Flows.Total, Refusals: map[string]uint64{}},
+		Bytes: api.Traffic{ToGuest: r.ToGuest, ToHost: r.ToHost},
+	}
+	if vm := d.vm(spec.Target.VM); vm != nil {
+		l.Guest = spec.GuestString(vm.vm.Node) // also while the VM is not there
+	}
+	for _, b := range o.Bound {
+		l.Bound = append(l.Bound, b.String())
+	}
+	for reason, n := range r.Flows.Refused {
+		l.Flows.Refusals[reason] = n
+		l.Flows.Refused += n
+	}
+	return l
+}
+
+// Flows implements api.Backend.
+func (d *Daemon) Flows() []api.Flow {
+	now := time.Now()
+	views := d.forwarder.Flows()
+	list := make([]api.Flow, len(views))
+	for i, v := range views {
+		list[i] = api.Flow{
+			ID: v.ID, Protocol: v.Proto.String(), Owner: api.Owner(v.Owner), VM: v.VM,
+			Client: v.Client.String(), Host: v.Host.String(), Source: v.Source, Guest: v.Guest.String(), State: v.State,
+			Age: seconds(now.Sub(v.Started)), Idle: seconds(now.Sub(v.LastActive)),
+			Bytes: api.Traffic{ToGuest: v.ToGuest, ToHost: v.ToHost},
+		}
+	}
+	return list
+}
+
+func seconds(d time.Duration) float64 { return max(0, d.Seconds()) }
+
+// VMs implements api.Backend.
+func (d *Daemon) VMs() []api.VM {
+	views := d.vms.Views()
+	list := make([]api.VM, 0, len(views))
+	for _, v := range views {
+		a := d.vm(v.Name)
+		if a == nil {
+			continue // removed meanwhile
+		}
+		vm := api.VM{
+			Name: v.Name, Attach: a.vm.Attach.String(), State: v.State.String(), Detail: v.Detail,
+			Node: a.vm.Node.String(), Gateway: a.vm.Gateway.String(), Generation: v.Generation,
+			Offloads: []string{}, Drops: map[string]uint64{}, Since: api.Time{Time: v.Since},
+			Probe: api.Probe{OK: v.Probe.OK, At: api.Time{Time: v.Probe.At}, RTT: v.Probe.RTT.Seconds()},
+		}
+		if l := a.current(); l != nil {
+			s := l.Stats()
+			vm.Offloads = l.Info().ToGuest.Names()
+			vm.Queues = s.Queues
+			vm.LastFrame = api.Time{Time: l.LastFrame()}
+			vm.Frames = api.Traffic{ToGuest: s.Link.ToGuest.Frames.Load(), ToHost: s.Link.FromGuest.Frames.Load()}
+			vm.Bytes = api.Traffic{ToGuest: s.Link.ToGuest.Bytes.Load(), ToHost: s.Link.FromGuest.Bytes.Load()}
+			vm.Drops = s.Link.AllDrops()
+			vm.Flows = s.Flows
+			vm.Endpoints = s.Endpoints
+		}
+		list = append(list, vm)
+	}
+	return list
+}
+
+// Publish implements api.Backend.
+func (d *Daemon) Publish(ctx context.Context, r api.PublishRequest) ([]api.Listener, error) {
+	specs, err := d.specs(r)
+	if err != nil {
+		return nil, err
+	}
+	published, err := d.static.Add(ctx, specs...)
+	if err != nil {
+		return nil, err
+	}
+	owners := make([]listener.Owner, len(published))
+	for i, p := range published {
+		owners[i] = p.Owner
+	}
+	return d.rowsOf(owners), nil
+}
+
+// Unpublish implements api.Backend.
+func (d *Daemon) Unpublish(ctx context.Context, r api.PublishRequest) ([]api.Listener, error) {
+	specs, err := d.specs(r)
+	if err != nil {
+		return nil, err
+	}
+	var owners []listener.Owner
+	for _, s := range specs {
+		o, ok := d.static.Owner(listener.KindCLI, s)
+		if ok {
+			owners = append(owners, o)
+			continue
+		}
+		detail := fmt.Sprintf("nothing is published as %s", s)
+		if _, ok := d.static.Owner(listener.KindConfig, s); ok {
+			detail = fmt.Sprintf("%s is published by the config: take it out there and send SIGHUP", s)
+		}
+		return nil, &api.Problem{Status: http.StatusNotFound, Detail: detail}
+	}
+	rows := d.rowsOf(owners)
+	if _, err := d.static.Remove(ctx, specs...); err != nil {
+		return nil, err
+	}
+	return rows, nil
+}
+
+// rowsOf returns the rows of owners, in their order.
+func (d *Daemon) rowsOf(owners []listener.Owner) []api.Listener {
+	byOwner := make(map[api.Owner]api.Listener)
+	for _, l := range d.Listeners() {
+		byOwner[l.Owner] = l
+	}
+	rows := make([]api.Listener, 0, len(owners))
+	for _, o := range owners {
+		if l, ok := byOwner[api.Owner(o)]; ok {
+			rows = append(rows, l)
+		}
+	}
+	return rows
+}
+
+// specs reads a request's publishes.
+func (d *Daemon) specs(r api.PublishRequest) ([]listener.Spec, error) {
+	vm, err := d.pick(r.VM)
+	if err != nil {
+		return nil, err
+	}
+	specs := make([]listener.Spec, len(r.Publish))
+	for i, text := range r.Publish {
+		if specs[i], err = parsePublish(text, vm); err != nil {
+			return nil, &api.Problem{Status: http.StatusBadRequest, Detail: err.Error()}
+		}
+	}
+	return specs, nil
+}
+
+// pick returns the VM that a request means.
+func (d *Daemon) pick(name string) (string, error) {
+	views := d.vms.Views()
+	if name == "" && len(views) == 1 {
+		return views[0].Name, nil
+	}
+	for _, v := range views {
+		if v.Name == name {
+			return name, nil
+		}
+	}
+	if name == "" {
+		return "", &api.Problem{Status: http.StatusBadRequest, Detail: fmt.Sprintf("there are %d VMs: name one with --vm", len(views))}
+	}
+	return "", &api.Problem{Status: http.StatusNotFound, Detail: fmt.Sprintf("there is no VM named %q", name)}
+}
+
+// Events implements api.Backend.
+func (d *Daemon) Events(ctx context.Context, emit func(api.Event) error) error {
+	vms, cancel := d.vms.Subscribe()
+	defer func() { cancel() }()
+	changed := d.forwarder.Changed()
+	before := index(d.Listeners())
+	for {
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case v, ok := <-vms:
+			if !ok {
+				// Too far behind, or the daemon ends.
+				if d.ending.Err() != nil {
+					return nil
+				}
+				vms, cancel = d.vms.Subscribe()
+				continue
+			}
+			if err := emit(vmEvent(v)); err != nil {
+				return err
+			}
+		case <-changed:
+			changed = d.forwarder.Changed()
+			now := index(d.Listeners())
+			for _, e := range rowEvents(before, now) {
+				if err := emit(e); err != nil {
+					return err
+				}
+			}
+			before = now
+		}
+	}
+}
+
+func vmEvent(v reconcile.VMView) api.Event {
+	return api.Event{At: api.Time{Time: v.Since}, Kind: "vm." + v.State.String(), VM: v.Name, Reason: v.Detail}
+}
+
+// A rowKey names a row over time.
+type rowKey struct {
+	owner    api.Owner
+	host     string
+	protocol string
+	guest    string
+}
+
+func index(rows []api.Listener) map[rowKey]api.Listener {
+	m := make(map[rowKey]api.Listener, len(rows))
+	for _, r := range rows {
+		m[rowKey{r.Owner, r.Host, r.Protocol, r.Guest}] = r
+	}
+	return m
+}
+
+// rowEvents returns what changed between two readings of the ledger.
+func rowEvents(before, now map[rowKey]api.Listener) []api.Event {
+	var events []api.Event
+	event := func(kind string, at time.Time, r api.Listener, reason string) {
+		events = append(events, api.Event{
+			At: api.Time{Time: at}, Kind: "row." + kind, VM: r.VM, Owner: r.Owner, Row: r.Host + "/" + r.Protocol, Reason: reason,
+		})
+	}
+	for k, r := range now {
+		if old, ok := before[k]; !ok || old.State != r.State || old.Detail != r.Detail {
+			event(r.State, r.Since.Time, r, r.Detail)
+		}
+	}
+	for k, r := range before {
+		if _, ok := now[k]; !ok {
+			event("gone", time.Now(), r, "")
+		}
+	}
+	return events
+}

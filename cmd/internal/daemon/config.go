@@ -1,0 +1,498 @@
+package daemon
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"math"
+	"net/netip"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/culvertnet/culvert/datapath/attach"
+	"github.com/culvertnet/culvert/stack/listener"
+	"github.com/goccy/go-yaml"
+	"github.com/goccy/go-yaml/ast"
+	"github.com/goccy/go-yaml/parser"
+)
+
+// A Config is what a daemon is started with: checked, with every default in
+// its place.
+type Config struct {
+	API         string // the API's socket
+	ExposeToLAN bool
+	Log         LogConfig
+	Timeouts    Timeouts
+	Limits      Limits
+	VMs         []VMConfig
+}
+
+// LogConfig says what is logged: "debug", "info", "warn" or "error", as "text"
+// or "json".
+type LogConfig struct {
+	Level  string `yaml:"level"`
+	Format string `yaml:"format"`
+}
+
+// Timeouts are the durations of INTERFACE.md's config; all are positive.
+type Timeouts struct {
+	Connect   time.Duration `yaml:"connect"`
+	HalfClose time.Duration `yaml:"halfClose"`
+	UDPIdle   time.Duration `yaml:"udpIdle"`
+	Drain     time.Duration `yaml:"drain"`
+	BindRetry time.Duration `yaml:"bindRetry"`
+}
+
+// Limits bound what clients can make the daemon hold; all are positive.
+type Limits struct {
+	FlowBuffer   int // bytes, of each direction of a TCP flow
+	TotalBuffers int // bytes, of all of them
+	Flows        int
+	UDPFlows     int
+}
+
+// A VMConfig is one VM. It is compared with == to see what a reload changes,
+// its publishes aside.
+type VMConfig struct {
+	VMLink
+	Publish []listener.Spec // each with Target.VM set
+}
+
+// A VMLink is how a VM is reached.
+type VMLink struct {
+	Name    string
+	Attach  attach.Spec
+	Node    netip.Addr
+	Gateway netip.Prefix // our own address on the link, and its prefix
+	MTU     int
+}
+
+// The file, as it is written. What has a text form of its own stays text until
+// its place in the file can be named.
+type fileConfig struct {
+	API         string     `yaml:"api"`
+	Metrics     string     `yaml:"metrics"`
+	ExposeToLAN bool       `yaml:"exposeToLAN"`
+	Log         LogConfig  `yaml:"log"`
+	Timeouts    Timeouts   `yaml:"timeouts"`
+	Limits      fileLimits `yaml:"limits"`
+	VMs         []fileVM   `yaml:"vms"`
+	Names       any        `yaml:"names"`
+	Publish     []string   `yaml:"publish"`
+}
+
+type fileLimits struct {
+	FlowBuffer   string `yaml:"flowBuffer"`
+	TotalBuffers string `yaml:"totalBuffers"`
+	Flows        int    `yaml:"flows"`
+	UDPFlows     int    `yaml:"udpFlows"`
+}
+
+type fileVM struct {
+	Name       string   `yaml:"name"`
+	Attach     string   `yaml:"attach"`
+	Node       string   `yaml:"node"`
+	Node6      string   `yaml:"node6"`
+	Gateway    string   `yaml:"gateway"`
+	Gateway6   string   `yaml:"gateway6"`
+	MTU        *int     `yaml:"mtu"`
+	QMP        string   `yaml:"qmp"`
+	Docker     any      `yaml:"docker"`
+	Kubernetes any      `yaml:"kubernetes"`
+	Publish    []string `yaml:"publish"`
+}
+
+// The defaults of a VM.
+const (
+	defaultName    = "default"
+	defaultNode    = "10.0.2.2"
+	defaultGateway = "10.0.2.1/24"
+	defaultMTU     = 1500
+	// minMTU is what every IPv4 host takes whole (RFC 791).
+	minMTU = 576
+	// maxMTU is the longest a virtio NIC of QEMU takes (host_mtu), less what an
+	// Ethernet header needs of 65535.
+	maxMTU = 65520
+)
+
+func defaults(apiSocket string) fileConfig {
+	return fileConfig{
+		API: apiSocket,
+		Log: LogConfig{Level: "info", Format: "text"},
+		Timeouts: Timeouts{
+			Connect: 3 * time.Second, HalfClose: time.Hour, UDPIdle: 90 * time.Second, Drain: 5 * time.Second, BindRetry: 30 * time.Second,
+		},
+		Limits: fileLimits{FlowBuffer: "8MiB", TotalBuffers: "1GiB", Flows: 65536, UDPFlows: 16384},
+	}
+}
+
+// Overrides are what the command line adds to the file.
+type Overrides struct {
+	APISocket string   // default of the file's api
+	ForceAPI  bool     // APISocket was asked for, and so wins over the file
+	Attach    []string // VM=SPEC
+	Publish   []string
+}
+
+// ParseConfig reads a config file's text; name is what errors call it. Errors
+// name the line and show it, with a caret.
+func ParseConfig(name string, text []byte, o Overrides) (*Config, error) {
+	r := &reader{name: name, text: text}
+	file := defaults(o.APISocket)
+	if err := r.decode(&file); err != nil {
+		return nil, err
+	}
+	if o.ForceAPI {
+		file.API = o.APISocket
+	}
+	c, err := r.resolve(&file)
+	if err != nil {
+		return nil, err
+	}
+	if err := c.override(o, file.Publish, r); err != nil {
+		return nil, err
+	}
+	return c, nil
+}
+
+// A reader reads one file and says where its errors are.
+type reader struct {
+	name string
+	text []byte
+	file *ast.File // nil for an empty file
+}
+
+func (r *reader) decode(into *fileConfig) error {
+	if len(bytes.TrimSpace(r.text)) == 0 {
+		return nil
+	}
+	file, err := parser.ParseBytes(r.text, 0)
+	if err != nil {
+		return r.syntax(err)
+	}
+	r.file = file
+	if err := yaml.NewDecoder(bytes.NewReader(r.text), yaml.Strict()).Decode(into); err != nil {
+		return r.syntax(err)
+	}
+	return nil
+}
+
+// syntax gives the YAML library's errors our form.
+func (r *reader) syntax(err error) error {
+	var y yaml.Error
+	if errors.As(err, &y) && y.GetToken() != nil {
+		p := y.GetToken().Position
+		return fmt.Errorf("%s:%d:%d: %s\n%s", r.name, p.Line, p.Column, y.GetMessage(), r.point(p.Line, p.Column))
+	}
+	return fmt.Errorf("%s: %w", r.name, err)
+}
+
+// at says that what stands at path (goccy/go-yaml's, "$.vms[0].node") is wrong.
+func (r *reader) at(path string, err error) error {
+	if r.file != nil {
+		if p, perr := yaml.PathString(path); perr == nil {
+			if node, nerr := p.FilterFile(r.file); nerr == nil && node != nil {
+				pos := node.GetToken().Position
+				return fmt.Errorf("%s:%d:%d: %s: %w\n%s", r.name, pos.Line, pos.Column, path[2:], err, r.point(pos.Line, pos.Column))
+			}
+		}
+	}
+	return fmt.Errorf("%s: %s: %w", r.name, path[2:], err)
+}
+
+// point shows a line of the file with a caret under the column, both from 1.
+func (r *reader) point(line, column int) string {
+	lines := strings.Split(string(r.text), "\n")
+	if line < 1 || line > len(lines) {
+		return ""
+	}
+	text := strings.TrimRight(lines[line-1], "\r")
+	pad := []rune(text)[:min(max(column-1, 0), len([]rune(text)))]
+	for i, c := range pad {
+		if c != '\t' {
+			pad[i] = ' '
+		}
+	}
+	return fmt.Sprintf("    %s\n    %s^", text, string(pad))
+}
+
+func (r *reader) resolve(f *fileConfig) (*Config, error) {
+	c := &Config{API: f.API, ExposeToLAN: f.ExposeToLAN, Log: f.Log, Timeouts: f.Timeouts}
+	if err := checkSocketPath(f.API); err != nil {
+		return nil, r.at("$.api", err)
+	}
+	if f.Metrics != "" {
+		return nil, r.at("$.metrics", errLater)
+	}
+	if f.Names != nil {
+		return nil, r.at("$.names", errLater)
+	}
+	if !slices.Contains([]string{"debug", "info", "warn", "error"}, f.Log.Level) {
+		return nil, r.at("$.log.level", fmt.Errorf("%q is none of debug, info, warn, error", f.Log.Level))
+	}
+	if !slices.Contains([]string{"text", "json"}, f.Log.Format) {
+		return nil, r.at("$.log.format", fmt.Errorf("%q is neither text nor json", f.Log.Format))
+	}
+	for _, d := range []struct {
+		key string
+		d   time.Duration
+	}{
+		{"connect", f.Timeouts.Connect}, {"halfClose", f.Timeouts.HalfClose}, {"udpIdle", f.Timeouts.UDPIdle},
+		{"drain", f.Timeouts.Drain}, {"bindRetry", f.Timeouts.BindRetry},
+	} {
+		if d.d <= 0 {
+			return nil, r.at("$.timeouts."+d.key, fmt.Errorf("%s is not a positive duration", d.d))
+		}
+	}
+	if err := r.limits(f, c); err != nil {
+		return nil, err
+	}
+	for i := range f.VMs {
+		vm, err := r.vm(fmt.Sprintf("$.vms[%d]", i), &f.VMs[i], c.VMs)
+		if err != nil {
+			return nil, err
+		}
+		c.VMs = append(c.VMs, *vm)
+	}
+	return c, nil
+}
+
+// errLater says that a key of the interface does nothing yet.
+var errLater = errors.New("this version does not serve it yet; leave it out")
+
+func (r *reader) limits(f *fileConfig, c *Config) (err error) {
+	if c.Limits.FlowBuffer, err = parseSize(f.Limits.FlowBuffer); err != nil {
+		return r.at("$.limits.flowBuffer", err)
+	}
+	if c.Limits.TotalBuffers, err = parseSize(f.Limits.TotalBuffers); err != nil {
+		return r.at("$.limits.totalBuffers", err)
+	}
+	if c.Limits.TotalBuffers < c.Limits.FlowBuffer {
+		return r.at("$.limits.totalBuffers", errors.New("is less than limits.flowBuffer"))
+	}
+	if c.Limits.Flows = f.Limits.Flows; c.Limits.Flows < 1 {
+		return r.at("$.limits.flows", errors.New("is not a positive number"))
+	}
+	if c.Limits.UDPFlows = f.Limits.UDPFlows; c.Limits.UDPFlows < 1 {
+		return r.at("$.limits.udpFlows", errors.New("is not a positive number"))
+	}
+	return nil
+}
+
+// parseSize reads "8MiB", "64KiB", "1GiB" or a number of bytes.
+func parseSize(s string) (int, error) {
+	digits, shift := s, 0
+	for unit, n := range map[string]int{"KiB": 10, "MiB": 20, "GiB": 30} {
+		if rest, ok := strings.CutSuffix(s, unit); ok {
+			digits, shift = strings.TrimSpace(rest), n
+		}
+	}
+	n, err := strconv.ParseUint(digits, 10, 62)
+	if err != nil || n == 0 || n > math.MaxInt>>shift {
+		return 0, fmt.Errorf("%q is not a size such as 64KiB, 8MiB or 1GiB", s)
+	}
+	if n<<shift < 64<<10 {
+		return 0, fmt.Errorf("%q is less than 64KiB, one super-frame", s)
+	}
+	return int(n << shift), nil
+}
+
+// maxPath is the longest path of a unix socket: sun_path has 108 bytes, one of
+// them the NUL (unix(7)).
+const maxPath = 107
+
+func checkSocketPath(path string) error {
+	if path == "" {
+		return errors.New("names no socket")
+	}
+	abs, err := filepath.Abs(path)
+	if err != nil {
+		return err
+	}
+	if len(abs) > maxPath {
+		return fmt.Errorf("socket path %q has %d bytes; a unix socket's has at most %d", abs, len(abs), maxPath)
+	}
+	return nil
+}
+
+var vmName = regexp.MustCompile(`^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$`)
+
+func checkName(name string) error {
+	if !vmName.MatchString(name) {
+		return fmt.Errorf("%q is not a VM's name: 1 to 63 letters, digits, '-', '_' or '.', the first a letter or digit", name)
+	}
+	return nil
+}
+
+func (r *reader) vm(path string, f *fileVM, before []VMConfig) (*VMConfig, error) {
+	vm := &VMConfig{VMLink: VMLink{Name: f.Name, MTU: defaultMTU}}
+	if vm.Name == "" {
+		vm.Name = defaultName
+	}
+	if err := checkName(vm.Name); err != nil {
+		return nil, r.at(path+".name", err)
+	}
+	if slices.ContainsFunc(before, func(o VMConfig) bool { return o.Name == vm.Name }) {
+		return nil, r.at(path+".name", fmt.Errorf("there is a VM named %q already", vm.Name))
+	}
+	if f.Attach == "" {
+		return nil, r.at(path, fmt.Errorf("VM %q has no attach spec", vm.Name))
+	}
+	var err error
+	if vm.Attach, err = attach.ParseSpec(f.Attach); err != nil {
+		return nil, r.at(path+".attach", err)
+	}
+	for _, later := range []struct {
+		key string
+		set bool
+	}{
+		{"node6", f.Node6 != ""}, {"gateway6", f.Gateway6 != ""}, {"qmp", f.QMP != ""},
+		{"docker", f.Docker != nil}, {"kubernetes", f.Kubernetes != nil},
+	} {
+		if later.set {
+			return nil, r.at(path+"."+later.key, errLater)
+		}
+	}
+	if err := r.link(path, f, vm); err != nil {
+		return nil, err
+	}
+	for i, text := range f.Publish {
+		spec, err := parsePublish(text, vm.Name)
+		if err != nil {
+			return nil, r.at(fmt.Sprintf("%s.publish[%d]", path, i), err)
+		}
+		vm.Publish = append(vm.Publish, spec)
+	}
+	return vm, nil
+}
+
+// link reads the addresses of a VM's link.
+func (r *reader) link(path string, f *fileVM, vm *VMConfig) error {
+	node, gateway := f.Node, f.Gateway
+	if node == "" {
+		node = defaultNode
+	}
+	if gateway == "" {
+		gateway = defaultGateway
+	}
+	var err error
+	if vm.Node, err = netip.ParseAddr(node); err != nil || !vm.Node.Is4() {
+		return r.at(path+".node", fmt.Errorf("%q is not an IPv4 address", node))
+	}
+	if vm.Gateway, err = netip.ParsePrefix(gateway); err != nil || !vm.Gateway.Addr().Is4() {
+		return r.at(path+".gateway", fmt.Errorf("%q is not an IPv4 address with its prefix length, such as %s", gateway, defaultGateway))
+	}
+	if err := checkLink(vm.Node, vm.Gateway); err != nil {
+		key := ".node"
+		if f.Node == "" {
+			key = ".gateway"
+		}
+		return r.at(path+key, err)
+	}
+	if f.MTU != nil {
+		if vm.MTU = *f.MTU; vm.MTU < minMTU || vm.MTU > maxMTU {
+			return r.at(path+".mtu", fmt.Errorf("%d is not between %d and %d", vm.MTU, minMTU, maxMTU))
+		}
+	}
+	return nil
+}
+
+func checkLink(node netip.Addr, gateway netip.Prefix) error {
+	switch {
+	case !gateway.Contains(node):
+		return fmt.Errorf("node %s is not in the gateway's network %s", node, gateway.Masked())
+	case node == gateway.Addr():
+		return fmt.Errorf("node and gateway are both %s", node)
+	case !node.IsGlobalUnicast() && !node.IsLinkLocalUnicast():
+		return fmt.Errorf("node %s is not an address a host can have", node)
+	case !gateway.Addr().IsGlobalUnicast() && !gateway.Addr().IsLinkLocalUnicast():
+		return fmt.Errorf("gateway %s is not an address a host can have", gateway.Addr())
+	}
+	if gateway.Bits() < 31 {
+		for _, a := range []netip.Addr{node, gateway.Addr()} {
+			if a == gateway.Masked().Addr() || a == lastAddr(gateway) {
+				return fmt.Errorf("%s is the network's or the broadcast address of %s", a, gateway.Masked())
+			}
+		}
+	}
+	return nil
+}
+
+// lastAddr returns the last address of an IPv4 prefix.
+func lastAddr(p netip.Prefix) netip.Addr {
+	a := p.Masked().Addr().As4()
+	for bit := p.Bits(); bit < 32; bit++ {
+		a[bit/8] |= 0x80 >> (bit % 8)
+	}
+	return netip.AddrFrom4(a)
+}
+
+// parsePublish reads a publish that leads to vm.
+func parsePublish(text, vm string) (listener.Spec, error) {
+	spec, err := listener.ParseSpec(text)
+	if err != nil {
+		return spec, err
+	}
+	spec.Target.VM = vm
+	return spec, nil
+}
+
+// override adds the command line's VMs and publishes, and the file's top-level
+// publishes, to the only VM.
+func (c *Config) override(o Overrides, publish []string, r *reader) error {
+	for _, text := range o.Attach {
+		name, spec, ok := strings.Cut(text, "=")
+		if !ok {
+			return fmt.Errorf("--attach %q is not of the form VM=SPEC", text)
+		}
+		if err := checkName(name); err != nil {
+			return fmt.Errorf("--attach %q: %w", text, err)
+		}
+		if slices.ContainsFunc(c.VMs, func(vm VMConfig) bool { return vm.Name == name }) {
+			return fmt.Errorf("--attach %q: there is a VM named %q already", text, name)
+		}
+		parsed, err := attach.ParseSpec(spec)
+		if err != nil {
+			return fmt.Errorf("--attach %q: %w", text, err)
+		}
+		c.VMs = append(c.VMs, VMConfig{VMLink: VMLink{
+			Name: name, Attach: parsed, MTU: defaultMTU,
+			Node: netip.MustParseAddr(defaultNode), Gateway: netip.MustParsePrefix(defaultGateway),
+		}})
+	}
+	add := func(text string) error {
+		if len(c.VMs) != 1 {
+			return fmt.Errorf("publish %q names no VM, and there are %d", text, len(c.VMs))
+		}
+		spec, err := parsePublish(text, c.VMs[0].Name)
+		if err != nil {
+			return err
+		}
+		c.VMs[0].Publish = append(c.VMs[0].Publish, spec)
+		return nil
+	}
+	for i, text := range publish {
+		if err := add(text); err != nil {
+			return r.at(fmt.Sprintf("$.publish[%d]", i), err)
+		}
+	}
+	for _, text := range o.Publish {
+		if err := add(text); err != nil {
+			return fmt.Errorf("--publish: %w", err)
+		}
+	}
+	return nil
+}
+
+// specs returns every publish of the config, in order.
+func (c *Config) specs() []listener.Spec {
+	var specs []listener.Spec
+	for _, vm := range c.VMs {
+		specs = append(specs, vm.Publish...)
+	}
+	return specs
+}

@@ -1,0 +1,100 @@
+package daemon
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"sync"
+
+	"github.com/culvertnet/culvert/datapath"
+	"github.com/culvertnet/culvert/datapath/attach"
+	"github.com/culvertnet/culvert/reconcile"
+	"github.com/culvertnet/culvert/stack"
+	"github.com/culvertnet/culvert/stack/netstack"
+)
+
+// An attacher joins one VM's transport, stack and listeners: it is the
+// reconcile.Attacher of that VM.
+type attacher struct {
+	vm        VMLink
+	listener  attach.Listener
+	forwarder *stack.Forwarder
+	budget    *netstack.Budget
+
+	mu   sync.Mutex
+	link *link // of this life, for the VM's view; nil between lives
+}
+
+func newAttacher(vm VMLink, f *stack.Forwarder, b *netstack.Budget, memory func(context.Context) (datapath.Attachment, error), log *slog.Logger) (*attacher, error) {
+	l, err := attach.Listen(vm.Attach, attach.Options{MTU: vm.MTU, Memory: memory, Log: log.With("vm", vm.Name)})
+	if err != nil {
+		return nil, fmt.Errorf("VM %s: %w", vm.Name, err)
+	}
+	return &attacher{vm: vm, listener: l, forwarder: f, budget: b}, nil
+}
+
+// Accept implements reconcile.Attacher.
+func (a *attacher) Accept(ctx context.Context) (reconcile.Link, error) {
+	att, err := a.listener.Accept(ctx)
+	if err != nil {
+		return nil, err
+	}
+	s, err := netstack.New(att, netstack.Options{
+		Node: a.vm.Node, Gateway: a.vm.Gateway, MTU: a.vm.MTU, Seed: a.vm.Name, Budget: a.budget,
+	})
+	if err != nil {
+		return nil, err
+	}
+	l := &link{Stack: s, vm: a.vm}
+	a.mu.Lock()
+	a.link = l
+	a.mu.Unlock()
+	return l, nil
+}
+
+// AttachVM implements reconcile.Attacher.
+func (a *attacher) AttachVM(l reconcile.Link) {
+	a.forwarder.AttachVM(a.vm.Name, stack.VM{Guest: l.(*link).Stack, Node: a.vm.Node})
+}
+
+// DetachVM implements reconcile.Attacher.
+func (a *attacher) DetachVM() {
+	a.mu.Lock()
+	a.link = nil
+	a.mu.Unlock()
+	a.forwarder.DetachVM(a.vm.Name)
+}
+
+// Close implements reconcile.Attacher.
+func (a *attacher) Close() error { return a.listener.Close() }
+
+// current returns the link of the VM's present life, nil between lives.
+func (a *attacher) current() *link {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return a.link
+}
+
+// A link is a VM's stack as reconcile sees it.
+type link struct {
+	*netstack.Stack
+	vm VMLink
+}
+
+// Err implements reconcile.Link, in words for people.
+func (l *link) Err() error {
+	err := l.Stack.Err()
+	if !errors.Is(err, datapath.ErrPeerGone) {
+		return err
+	}
+	switch l.vm.Attach.Transport {
+	case attach.Tap:
+		return fmt.Errorf("interface %s was deleted", l.vm.Attach.Address)
+	case attach.QEMU:
+		return errors.New("QEMU closed the connection")
+	case attach.Unixgram:
+		return errors.New("the VMM's socket is gone")
+	}
+	return err
+}
