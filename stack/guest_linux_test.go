@@ -155,6 +155,21 @@ func (g *hostGuest) DialTCP(ctx context.Context, dst netip.AddrPort) (relay.Gues
 	return hc, nil
 }
 
+// A slowGuest answers a connect late.
+type slowGuest struct {
+	*hostGuest
+	delay time.Duration
+}
+
+func (g *slowGuest) DialTCP(ctx context.Context, dst netip.AddrPort) (relay.GuestConn, error) {
+	select {
+	case <-time.After(g.delay):
+		return g.hostGuest.DialTCP(ctx, dst)
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	}
+}
+
 // lose resets every connection, as a stack does whose datapath has ended.
 func (g *hostGuest) lose() {
 	g.mu.Lock()
