@@ -230,6 +230,23 @@ func testCycles(b bed, cycles int) func(*testing.T, *env) {
 	}
 }
 
+// testGoroutines compares what a daemon that has done everything runs with
+// what one that has done nothing yet does.
+func testGoroutines(t *testing.T, e *env) {
+	require.Eventually(t, func() bool { return len(e.d.flows(t)) == 0 }, udpIdle+margin*3*time.Second, 100*time.Millisecond)
+	again := func() {
+		e.d.start(t)
+		e.boot(t)
+		e.d.waitReady(t)
+	}
+	used := e.d.goroutines(t)
+	again()
+	fresh := e.d.goroutines(t)
+	again()
+	t.Logf("%d goroutines, %d in a fresh daemon", used, fresh)
+	assert.LessOrEqual(t, used, fresh+5)
+}
+
 // testStop leaves with SIGTERM while a flow is open.
 func testStop(t *testing.T, e *env) {
 	c := e.dial(t, portEcho)

@@ -106,6 +106,7 @@ func TestSuiteTap(t *testing.T) {
 		testCase{"InterfaceDeleted", testEnd(b.unplug, time.Second)},
 		testCase{"NamespaceDeleted", testNamespaceDeleted},
 		testCase{"FB121", testCycles(b, 10)},
+		testCase{"Goroutines", testGoroutines},
 		testCase{"Stop", testStop},
 	)
 }

@@ -480,7 +480,7 @@ func (e *env) assertSettled(t *testing.T, f func()) {
 	var after usage
 	assert.Eventually(t, func() bool {
 		after = e.d.usage(t)
-		return after.flows <= before.flows+slack && after.fds <= before.fds+slack && after.goroutines <= before.goroutines+slack
+		return after.flows <= before.flows+slack && after.fds <= before.fds+slack && after.endpoints <= before.endpoints+slack
 	}, udpIdle+e.bound(margin*3*time.Second), 250*time.Millisecond, "left behind")
 	t.Logf("before: %v; after: %v", before, after)
 }
