@@ -149,6 +149,18 @@ func testEnd(end func(*testing.T), limit time.Duration) func(*testing.T, *env) {
 	}
 }
 
+// A VM that is in the state already is not waited for.
+func testWait(t *testing.T, e *env) {
+	start := time.Now()
+	out, code := e.d.cli("wait", "--timeout", "20s")
+	require.Zero(t, code, out)
+	require.Less(t, time.Since(start), 10*time.Second)
+
+	out, code = e.d.cli("wait", "--timeout", "100ms", "--for", "gone")
+	assert.Equal(t, 1, code)
+	assert.Contains(t, out, "is not gone", "what it waits for")
+}
+
 // testNamespaceDeleted is testEnd for a guest whose kernel outlives its
 // processes by a moment, and ends their connections as it sees fit.
 func testNamespaceDeleted(t *testing.T, e *env) {

@@ -24,6 +24,7 @@ type testCase struct {
 
 // cases are what every bed must pass, on one daemon and one guest.
 var cases = []testCase{
+	{"Wait", testWait},
 	{"HTTP", testHTTP},
 	{"Transfer", testTransfer},
 	{"Connections", testConnections},
