@@ -40,11 +40,7 @@ type LogConfig struct {
 
 // Timeouts are the durations of INTERFACE.md's config; all are positive.
 type Timeouts struct {
-	Connect   time.Duration `yaml:"connect"`
-	HalfClose time.Duration `yaml:"halfClose"`
-	UDPIdle   time.Duration `yaml:"udpIdle"`
-	Drain     time.Duration `yaml:"drain"`
-	BindRetry time.Duration `yaml:"bindRetry"`
+	Connect, HalfClose, UDPIdle, Drain, BindRetry time.Duration
 }
 
 // Limits bound what clients can make the daemon hold; all are positive.
@@ -74,15 +70,23 @@ type VMLink struct {
 // The file, as it is written. What has a text form of its own stays text until
 // its place in the file can be named.
 type fileConfig struct {
-	API         string     `yaml:"api"`
-	Metrics     string     `yaml:"metrics"`
-	ExposeToLAN bool       `yaml:"exposeToLAN"`
-	Log         LogConfig  `yaml:"log"`
-	Timeouts    Timeouts   `yaml:"timeouts"`
-	Limits      fileLimits `yaml:"limits"`
-	VMs         []fileVM   `yaml:"vms"`
-	Names       any        `yaml:"names"`
-	Publish     []string   `yaml:"publish"`
+	API         string       `yaml:"api"`
+	Metrics     string       `yaml:"metrics"`
+	ExposeToLAN bool         `yaml:"exposeToLAN"`
+	Log         LogConfig    `yaml:"log"`
+	Timeouts    fileTimeouts `yaml:"timeouts"`
+	Limits      fileLimits   `yaml:"limits"`
+	VMs         []fileVM     `yaml:"vms"`
+	Names       any          `yaml:"names"`
+	Publish     []string     `yaml:"publish"`
+}
+
+type fileTimeouts struct {
+	Connect   string `yaml:"connect"`
+	HalfClose string `yaml:"halfClose"`
+	UDPIdle   string `yaml:"udpIdle"`
+	Drain     string `yaml:"drain"`
+	BindRetry string `yaml:"bindRetry"`
 }
 
 type fileLimits struct {
@@ -121,12 +125,10 @@ const (
 
 func defaults(apiSocket string) fileConfig {
 	return fileConfig{
-		API: apiSocket,
-		Log: LogConfig{Level: "info", Format: "text"},
-		Timeouts: Timeouts{
-			Connect: 3 * time.Second, HalfClose: time.Hour, UDPIdle: 90 * time.Second, Drain: 5 * time.Second, BindRetry: 30 * time.Second,
-		},
-		Limits: fileLimits{FlowBuffer: "8MiB", TotalBuffers: "1GiB", Flows: 65536, UDPFlows: 16384},
+		API:      apiSocket,
+		Log:      LogConfig{Level: "info", Format: "text"},
+		Timeouts: fileTimeouts{Connect: "3s", HalfClose: "1h", UDPIdle: "90s", Drain: "5s", BindRetry: "30s"},
+		Limits:   fileLimits{FlowBuffer: "8MiB", TotalBuffers: "1GiB", Flows: 65536, UDPFlows: 16384},
 	}
 }
 
@@ -221,7 +223,7 @@ func (r *reader) point(line, column int) string {
 }
 
 func (r *reader) resolve(f *fileConfig) (*Config, error) {
-	c := &Config{API: f.API, ExposeToLAN: f.ExposeToLAN, Log: f.Log, Timeouts: f.Timeouts}
+	c := &Config{API: f.API, ExposeToLAN: f.ExposeToLAN, Log: f.Log}
 	if err := checkSocketPath(f.API); err != nil {
 		return nil, r.at("$.api", err)
 	}
@@ -238,14 +240,16 @@ func (r *reader) resolve(f *fileConfig) (*Config, error) {
 		return nil, r.at("$.log.format", fmt.Errorf("%q is neither text nor json", f.Log.Format))
 	}
 	for _, d := range []struct {
-		key string
-		d   time.Duration
+		key, text string
+		to        *time.Duration
 	}{
-		{"connect", f.Timeouts.Connect}, {"halfClose", f.Timeouts.HalfClose}, {"udpIdle", f.Timeouts.UDPIdle},
-		{"drain", f.Timeouts.Drain}, {"bindRetry", f.Timeouts.BindRetry},
+		{"connect", f.Timeouts.Connect, &c.Timeouts.Connect}, {"halfClose", f.Timeouts.HalfClose, &c.Timeouts.HalfClose},
+		{"udpIdle", f.Timeouts.UDPIdle, &c.Timeouts.UDPIdle}, {"drain", f.Timeouts.Drain, &c.Timeouts.Drain},
+		{"bindRetry", f.Timeouts.BindRetry, &c.Timeouts.BindRetry},
 	} {
-		if d.d <= 0 {
-			return nil, r.at("$.timeouts."+d.key, fmt.Errorf("%s is not a positive duration", d.d))
+		var err error
+		if *d.to, err = time.ParseDuration(d.text); err != nil || *d.to <= 0 {
+			return nil, r.at("$.timeouts."+d.key, fmt.Errorf("%q is not a positive duration such as 3s, 90s or 1h", d.text))
 		}
 	}
 	if err := r.limits(f, c); err != nil {

@@ -1,0 +1,134 @@
+package daemon
+
+import (
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+)
+
+var over = Overrides{APISocket: "/run/culvert/culvert.sock"}
+
+func TestConfigDefaults(t *testing.T) {
+	c, err := ParseConfig("c.yaml", []byte("vms:\n- attach: qemu:unix:/tmp/vm.sock\n"), over)
+	require.NoError(t, err)
+	assert.Equal(t, "/run/culvert/culvert.sock", c.API)
+	assert.False(t, c.ExposeToLAN)
+	assert.Equal(t, Timeouts{3 * time.Second, time.Hour, 90 * time.Second, 5 * time.Second, 30 * time.Second}, c.Timeouts)
+	assert.Equal(t, Limits{8 << 20, 1 << 30, 65536, 16384}, c.Limits)
+	require.Len(t, c.VMs, 1)
+	assert.Equal(t, "default", c.VMs[0].Name)
+	assert.Equal(t, "10.0.2.2", c.VMs[0].Node.String())
+	assert.Equal(t, "10.0.2.1/24", c.VMs[0].Gateway.String())
+	assert.Equal(t, 1500, c.VMs[0].MTU)
+}
+
+func TestConfigWhole(t *testing.T) {
+	c, err := ParseConfig("c.yaml", []byte(`
+api: /tmp/c.sock
+exposeToLAN: true
+log: {level: debug, format: json}
+timeouts: {connect: 1s, halfClose: 10m, udpIdle: 2s, drain: 1s, bindRetry: 5s}
+limits: {flowBuffer: 64KiB, totalBuffers: 2MiB, flows: 10, udpFlows: 20}
+vms:
+  - name: one
+    attach: tap:tap0,netns=/run/netns/x
+    node: 198.18.0.2
+    gateway: 198.18.0.1/30
+    mtu: 9000
+    publish: ["8080:80", "127.0.0.1:2222:22"]
+publish: ["53:53/udp"]
+`), over)
+	require.NoError(t, err)
+	assert.Equal(t, Limits{64 << 10, 2 << 20, 10, 20}, c.Limits)
+	assert.Equal(t, LogConfig{"debug", "json"}, c.Log)
+	require.Len(t, c.specs(), 3)
+	for _, s := range c.specs() {
+		assert.Equal(t, "one", s.Target.VM)
+	}
+	assert.Equal(t, "53:53/udp", c.specs()[2].String())
+}
+
+func TestConfigOverrides(t *testing.T) {
+	o := Overrides{APISocket: "/tmp/o.sock", ForceAPI: true, Attach: []string{"a=memory"}, Publish: []string{"8080:80"}}
+	c, err := ParseConfig("command line", nil, o)
+	require.NoError(t, err)
+	assert.Equal(t, "/tmp/o.sock", c.API)
+	assert.Equal(t, "a", c.VMs[0].Name)
+	assert.Len(t, c.specs(), 1)
+	c, err = ParseConfig("c.yaml", []byte("api: /tmp/file.sock\n"), o)
+	require.NoError(t, err)
+	assert.Equal(t, "/tmp/o.sock", c.API)
+}
+
+// TestConfigErrors holds each error to its place and its sentence: "line:col"
+// and a part of the text.
+func TestConfigErrors(t *testing.T) {
+	long := "/" + strings.Repeat("x", 107)
+	for _, c := range []struct{ text, at, want string }{
+		{"nonsense: 1", "1:1", "unknown field"},
+		{"vms:\n- atach: memory", "2:3", "unknown field"},
+		{"exposeToLAN: perhaps", "1:14", "bool"},
+		{"limits: {flows: many}", "1:17", "int"},
+		{"timeouts: {connect: soon}", "1:21", "not a positive duration"},
+		{"timeouts: {connect: 0s}", "1:21", "not a positive duration"},
+		{"timeouts: {drain: -1s}", "1:19", "not a positive duration"},
+		{"limits: {flowBuffer: 8MB}", "1:22", "not a size"},
+		{"limits: {flowBuffer: 1KiB}", "1:22", "less than 64KiB"},
+		{"limits: {totalBuffers: 1MiB}", "1:24", "less than limits.flowBuffer"},
+		{"limits: {flows: 0}", "1:17", "positive"},
+		{"log: {level: loud}", "1:14", "none of debug"},
+		{"log: {format: xml}", "1:15", "neither text nor json"},
+		{"api: " + long, "1:6", "at most 107"},
+		{"vms:\n- name: a", "2:7", "no attach spec"},
+		{"vms:\n- {name: 'a b', attach: memory}", "2:10", "not a VM's name"},
+		{"vms:\n- {attach: memory}\n- {attach: memory, name: default}", "3:26", "already"},
+		{"vms:\n- attach: floppy:a", "2:11", "floppy"},
+		{"vms:\n- attach: tap:interface-too-long", "2:11", "15"},
+		{"vms:\n- attach: qemu:unix:" + long, "2:11", "107"},
+		{"vms:\n- {attach: memory, node: 10.0.2.300}", "2:26", "not an IPv4 address"},
+		{"vms:\n- {attach: memory, node: 10.0.3.2}", "2:26", "not in the gateway's network"},
+		{"vms:\n- {attach: memory, node: 10.0.2.1}", "2:26", "both"},
+		{"vms:\n- {attach: memory, node: 10.0.2.255}", "2:26", "broadcast"},
+		{"vms:\n- {attach: memory, gateway: 10.0.2.1}", "2:29", "prefix length"},
+		{"vms:\n- {attach: memory, mtu: 100}", "2:25", "between 576 and 65520"},
+		{"vms:\n- {attach: memory, mtu: 65521}", "2:25", "between"},
+		{"vms:\n- {attach: memory, docker: 'tcp://x'}", "2:28", "does not serve"},
+		{"vms:\n- attach: memory\n  publish: ['8080:80', '8081:99999']", "3:24", "99999"},
+		{"vms:\n- {attach: memory}\n- {attach: memory, name: b}\npublish: ['8080:80']", "4:11", "names no VM"},
+		{"vms: [", "1:6", ""},
+	} {
+		t.Run(c.text, func(t *testing.T) {
+			_, err := ParseConfig("c.yaml", []byte(c.text), over)
+			require.Error(t, err)
+			assert.Contains(t, err.Error(), c.want)
+			assert.True(t, strings.HasPrefix(err.Error(), "c.yaml:"+c.at+":"), "%v", err)
+			assert.Contains(t, err.Error(), "^", "a caret")
+		})
+	}
+	for _, o := range []Overrides{
+		{APISocket: "/x", Attach: []string{"memory"}},
+		{APISocket: "/x", Attach: []string{"a b=memory"}},
+		{APISocket: "/x", Attach: []string{"a=floppy"}},
+		{APISocket: "/x", Attach: []string{"a=memory", "a=memory"}},
+		{APISocket: "/x", Publish: []string{"8080:80"}},
+		{APISocket: "/x", Attach: []string{"a=memory"}, Publish: []string{"65536:80"}},
+		{APISocket: ""},
+	} {
+		_, err := ParseConfig("command line", nil, o)
+		assert.Error(t, err, "%+v", o)
+	}
+}
+
+func FuzzParseConfig(f *testing.F) {
+	f.Add([]byte("vms:\n- attach: memory\n  publish: ['8080:80']\n"))
+	f.Add([]byte("limits: {flowBuffer: 8MiB}"))
+	f.Fuzz(func(t *testing.T, text []byte) {
+		c, err := ParseConfig("c.yaml", text, over)
+		if (c == nil) == (err == nil) {
+			t.Fatalf("both or neither: %v, %v", c, err)
+		}
+	})
+}
