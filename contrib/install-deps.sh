@@ -4,7 +4,7 @@
 # Ubuntu 24.04, and nothing that is there already: a second run asks for no
 # password and no network.
 #
-#	install-deps.sh build|demo|test
+#	install-deps.sh build|demo|test|bench
 set -euo pipefail
 
 # Keep in step with go.mod.
@@ -18,12 +18,14 @@ die() { echo "install-deps: $*" >&2; exit 1; }
 build=(make ca-certificates)
 demo=(qemu-system-x86 busybox-static cpio gzip xz-utils zstd curl)
 test=(gcc libc6-dev iproute2) # the race detector needs a C compiler
+bench=(git iperf3)
 
 case ${1:-} in
 build) packages=("${build[@]}") ;;
 demo) packages=("${build[@]}" "${demo[@]}") ;;
 test) packages=("${build[@]}" "${demo[@]}" "${test[@]}") ;;
-*) die "usage: install-deps.sh build|demo|test" ;;
+bench) packages=("${build[@]}" "${bench[@]}") ;;
+*) die "usage: install-deps.sh build|demo|test|bench" ;;
 esac
 
 command -v apt-get >/dev/null || die "this is no Debian or Ubuntu; install by hand: Go $go_version ${packages[*]}"
@@ -46,7 +48,7 @@ done
 [ ${#missing[@]} = 0 ] || apt_install "${missing[@]}"
 
 # The guest's kernel is looked up in apt's lists, which a fresh image has not.
-if [ "$1" != build ] && [ -z "$(apt-cache depends linux-image-cloud-amd64 linux-image-virtual 2>/dev/null)" ]; then
+if [[ $1 == demo || $1 == test ]] && [ -z "$(apt-cache depends linux-image-cloud-amd64 linux-image-virtual 2>/dev/null)" ]; then
 	$sudo apt-get -q update
 fi
 
