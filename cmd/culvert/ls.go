@@ -113,7 +113,7 @@ func watchList[T any](cmd *cobra.Command, c *api.Client, list func(context.Conte
 		return nil
 	}
 	ended := make(chan error, 1)
-	go func() { ended <- c.Events(ctx, func() { _ = poke(api.Event{}) }, poke) }()
+	go func() { ended <- c.Events(ctx, func() error { return poke(api.Event{}) }, poke) }()
 	var tick <-chan time.Time
 	if terminal {
 		ticker := time.NewTicker(redrawEvery)

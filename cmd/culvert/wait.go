@@ -58,29 +58,22 @@ func wait(ctx context.Context, c *api.Client, vm, state string, timeout time.Dur
 		}
 		return nil
 	}
-	var err error
-	streamErr := c.Events(ctx, func() { err = look() }, func(e api.Event) error {
-		if err != nil {
-			return err
-		}
+	err := c.Events(ctx, look, func(e api.Event) error {
 		if e.VM != vm || e.Row != "" {
 			return nil
 		}
 		return look()
 	})
-	// The first look may have said it all before any event came.
-	for _, e := range []error{err, streamErr} {
-		switch {
-		case errors.Is(e, errMet):
-			return nil
-		case errors.Is(e, context.DeadlineExceeded):
-			if last == "" {
-				last = "the daemon did not answer"
-			}
-			return &failedError{fmt.Sprintf("VM %s is not %s after %s; %s", vm, state, timeout, last)}
-		case e != nil:
-			return e
+	switch {
+	case errors.Is(err, errMet):
+		return nil
+	case errors.Is(err, context.DeadlineExceeded):
+		if last == "" {
+			last = "the daemon did not answer"
 		}
+		return &failedError{fmt.Sprintf("VM %s is not %s after %s; %s", vm, state, timeout, last)}
+	case err != nil:
+		return err
 	}
 	return &failedError{fmt.Sprintf("the daemon has ended while VM %s was waited for", vm)}
 }

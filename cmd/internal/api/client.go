@@ -78,16 +78,16 @@ func (c *Client) Unpublish(ctx context.Context, r PublishRequest) (l []Listener,
 }
 
 // Events calls each for every change from now on, until ctx ends (its error),
-// the daemon does (nil), or each fails (its error). started, if not nil, is
-// called when no later change will be missed.
-func (c *Client) Events(ctx context.Context, started func(), each func(Event) error) error {
+// the daemon does (nil), or started or each fails (its error). started is called
+// first, when no later change will be missed.
+func (c *Client) Events(ctx context.Context, started func() error, each func(Event) error) error {
 	resp, err := c.do(ctx, http.MethodGet, "/v1/events", nil)
 	if err != nil {
 		return err
 	}
 	defer resp.Body.Close()
-	if started != nil {
-		started()
+	if err := started(); err != nil {
+		return err
 	}
 	lines := json.NewDecoder(resp.Body)
 	for {
