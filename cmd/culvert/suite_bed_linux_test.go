@@ -131,15 +131,14 @@ func (b *qemuBed) kill(*testing.T) {
 // A tapBed is a guest at native speed: the test servers in a network namespace
 // into which the daemon puts a tap.
 //
-//	host ── daemon ══ tap's file side │ culvtap0 10.0.2.2/24 ── guestd
+//	host ── daemon ══ tap's file side │ culvPID 10.0.2.2/24 ── guestd
 //	                                  │ namespace culvert-PID
 type tapBed struct {
 	netns  string // its name for ip-netns(8)
+	ifname string // which passes through our own namespace
 	guestd string
 	cmd    *exec.Cmd
 }
-
-const tapName = "culvtap0"
 
 func newTap(t *testing.T) *tapBed {
 	t.Helper()
@@ -149,7 +148,11 @@ func newTap(t *testing.T) *tapBed {
 	_, err = os.Stat("/dev/net/tun")
 	datapathtest.Require(t, "tun", err == nil, "modprobe tun")
 
-	b := &tapBed{netns: fmt.Sprintf("culvert-%d", os.Getpid()), guestd: filepath.Join(t.TempDir(), "guestd")}
+	b := &tapBed{
+		netns:  fmt.Sprintf("culvert-%d", os.Getpid()),
+		ifname: fmt.Sprintf("culv%d", os.Getpid()), // 4 + 7 of 15 bytes
+		guestd: filepath.Join(t.TempDir(), "guestd"),
+	}
 	build := exec.Command("go", "build", "-o", b.guestd, "../../contrib/guest/guestd")
 	build.Env = append(os.Environ(), "CGO_ENABLED=0")
 	out, err := build.CombinedOutput()
@@ -165,7 +168,7 @@ func (b *tapBed) addNetNS(t *testing.T) {
 	ip(t, "-n", b.netns, "link", "set", "lo", "up")
 }
 
-func (b *tapBed) spec() string { return "tap:" + tapName + ",netns=/run/netns/" + b.netns }
+func (b *tapBed) spec() string { return "tap:" + b.ifname + ",netns=/run/netns/" + b.netns }
 func (b *tapBed) slow() int    { return 1 }
 
 // boot sets the interface up once the daemon has put it there, as whatever
@@ -175,10 +178,10 @@ func (b *tapBed) boot(t *testing.T) {
 	if _, err := os.Stat("/run/netns/" + b.netns); err != nil {
 		b.addNetNS(t)
 	}
-	require.Eventually(t, func() bool { return exec.Command("ip", "-n", b.netns, "link", "show", tapName).Run() == nil },
-		20*time.Second, 20*time.Millisecond, "the daemon puts no %s into the namespace", tapName)
-	ip(t, "-n", b.netns, "addr", "add", nodePrefix, "dev", tapName)
-	ip(t, "-n", b.netns, "link", "set", tapName, "up")
+	require.Eventually(t, func() bool { return exec.Command("ip", "-n", b.netns, "link", "show", b.ifname).Run() == nil },
+		20*time.Second, 20*time.Millisecond, "the daemon puts no %s into the namespace", b.ifname)
+	ip(t, "-n", b.netns, "addr", "add", nodePrefix, "dev", b.ifname)
+	ip(t, "-n", b.netns, "link", "set", b.ifname, "up")
 	ip(t, "-n", b.netns, "route", "add", "default", "via", gateway)
 	if b.cmd != nil {
 		return // the interface alone was replaced
@@ -209,7 +212,7 @@ func (b *tapBed) kill(t *testing.T) {
 // unplug deletes the interface alone; the servers live on.
 func (b *tapBed) unplug(t *testing.T) {
 	t.Helper()
-	ip(t, "-n", b.netns, "link", "del", tapName)
+	ip(t, "-n", b.netns, "link", "del", b.ifname)
 }
 
 func ip(t *testing.T, args ...string) {
