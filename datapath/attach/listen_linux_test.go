@@ -22,8 +22,8 @@ import (
 
 	"github.com/culvertnet/culvert/datapath"
 	"github.com/culvertnet/culvert/datapath/datapathtest"
-	"github.com/culvertnet/culvert/datapath/socketfile"
 	"github.com/culvertnet/culvert/datapath/memory"
+	"github.com/culvertnet/culvert/datapath/socketfile"
 )
 
 // patience bounds what should happen at once.
