@@ -382,7 +382,7 @@ func TestFB121RandomLives(t *testing.T) {
 		attached := ""
 		for _, c := range b.attacher.takeCalls() {
 			var what, name string
-			fmt.Sscan(c, &what, &name)
+			_, _ = fmt.Sscan(c, &what, &name)
 			switch what {
 			case "attach":
 				require.Empty(t, attached)

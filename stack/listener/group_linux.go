@@ -65,13 +65,13 @@ func (g *Group) add(s *Socket) error {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if g.closed {
-		s.closeFD()
+		_ = s.closeFD()
 		return net.ErrClosed
 	}
 	g.sockets[s.fd] = s
 	if err := g.watch(s); err != nil {
 		delete(g.sockets, s.fd)
-		s.closeFD()
+		_ = s.closeFD()
 		return opError(s.proto, s.addr, "epoll_ctl", err)
 	}
 	return nil
@@ -252,7 +252,7 @@ func (g *Group) close() error {
 	err := g.epoll.Close()
 	<-g.done
 	for _, s := range sockets {
-		s.closeFD()
+		_ = s.closeFD()
 	}
 	if g.reserve >= 0 {
 		unix.Close(g.reserve)

@@ -173,7 +173,7 @@ func TestGroupCostOfIdlePorts(t *testing.T) {
 		sockets[i] = mustListen(t, g, proto, ap)
 	}
 	assert.LessOrEqual(t, runtime.NumGoroutine(), goroutines)
-	assert.Less(t, int64(heap()-before)/n, int64(1024))
+	assert.Less(t, (heap()-before)/n, int64(1024))
 	for i := 0; i < n; i += 100 {
 		c := mustDial(t, TCP, sockets[i].Addr())
 		_, err := c.Write([]byte("hello"))

@@ -16,8 +16,6 @@ import (
 // A countingPair takes every frame and hands out the same ones.
 type countingPair struct {
 	datapath.QueuePair
-	frame   []byte
-	hdr     virtio.NetHdr
 	written int
 }
 

@@ -237,7 +237,7 @@ func (in *inbound) deliver(proto tcpip.NetworkProtocolNumber, n int, l *loan) {
 	}
 	data := buffer.MakeWithView(head)
 	if n > headSize {
-		data.Append(l.keepBody(n - headSize))
+		_ = data.Append(l.keepBody(n - headSize)) // fails for a nil view alone
 	}
 	pkt := stack.NewPacketBuffer(stack.PacketBufferOptions{Payload: data})
 	pkt.LinkHeader().Consume(header.EthernetMinimumSize)

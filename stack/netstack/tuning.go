@@ -55,7 +55,7 @@ func tuneTCP(s *stack.Stack, share int) error {
 	congestion := tcpip.CongestionControlOption("reno")
 
 	wait := tcpip.TCPTimeWaitTimeoutOption(timeWait)
-	reuse := tcpip.TCPTimeWaitReuseOption(tcpip.TCPTimeWaitReuseGlobal) // a new SYN has a newer timestamp (RFC 6191)
+	reuse := tcpip.TCPTimeWaitReuseGlobal // a new SYN has a newer timestamp (RFC 6191)
 
 	// The least retransmission time-out stays gVisor's 200 ms, which is Linux's:
 	// with 60 ms a busy host took hundreds of late acknowledgements a second
