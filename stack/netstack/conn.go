@@ -11,6 +11,7 @@ import (
 
 	"github.com/culvertnet/culvert/stack/relay"
 	"gvisor.dev/gvisor/pkg/tcpip"
+	"gvisor.dev/gvisor/pkg/tcpip/transport/tcp"
 	"gvisor.dev/gvisor/pkg/waiter"
 )
 
@@ -98,9 +99,19 @@ func (c *Conn) awaitReadable(err tcpip.Error) error {
 		<-c.readable
 		return nil
 	case *tcpip.ErrClosedForReceive:
-		return io.EOF
+		return c.endOfStream()
 	}
 	return wrapError(err)
+}
+
+// endOfStream returns what the end of received bytes means. gVisor tells of a
+// reset once, to whichever side asks first; the other one finds nothing more to
+// read, which must not pass for the guest's end (C-13). The state tells for good.
+func (c *Conn) endOfStream() error {
+	if tcp.EndpointState(c.ep.State()) == tcp.StateError {
+		return syscall.ECONNRESET
+	}
+	return io.EOF
 }
 
 // Write implements relay.Conn.

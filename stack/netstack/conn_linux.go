@@ -236,7 +236,7 @@ func (w *socketWriter) once(fd int, g *gather) (done, again bool) {
 		case *tcpip.ErrWouldBlock:
 			w.wait = true
 		case *tcpip.ErrClosedForReceive:
-			w.err = io.EOF
+			w.err = c.endOfStream()
 		default:
 			w.err = wrapError(err)
 		}

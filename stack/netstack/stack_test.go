@@ -409,3 +409,27 @@ func TestC17_StoppedReader(t *testing.T) {
 	require.NoError(t, <-done)
 	assert.EqualValues(t, total, <-got)
 }
+
+// TestFB013_ResetToldTwice checks that both directions learn of one reset,
+// whichever asks first.
+func TestFB013_ResetToldTwice(t *testing.T) {
+	host, guest := twoStacks(t, offloads["none"])
+	serve(t, guest, 7, func(c net.Conn) {
+		var one [1]byte
+		_, _ = c.Read(one[:])
+		_ = c.Close() // with bytes unread: a reset
+	})
+	c := mustDial(t, host, 7)
+	_, err := c.Write([]byte("ab"))
+	for err == nil {
+		time.Sleep(time.Millisecond)
+		_, err = c.Write([]byte("c"))
+	}
+	assert.True(t, errors.Is(err, syscall.ECONNRESET) || errors.Is(err, syscall.EPIPE), "%v", err)
+	_, err = c.Read(make([]byte, 1))
+	assert.ErrorIs(t, err, syscall.ECONNRESET)
+	client, ours := socketPair(t)
+	_, err = c.WriteTo(ours)
+	assert.ErrorIs(t, err, syscall.ECONNRESET)
+	_ = client
+}
