@@ -122,3 +122,39 @@ func TestAssumeEpollNests(t *testing.T) {
 		<-arrived
 	}
 }
+
+// TestAssumeLingerIsInherited: an accepted connection that is closed by the
+// kernel, as when its process dies, resets its client; one that Close closes
+// ends in order.
+func TestAssumeLingerIsInherited(t *testing.T) {
+	fd, _, err := bindFD(TCP, netip.MustParseAddrPort("127.0.0.1:0"))
+	require.NoError(t, err)
+	defer unix.Close(fd)
+	sa, err := unix.Getsockname(fd)
+	require.NoError(t, err)
+	for _, orderly := range []bool{false, true} {
+		client, err := net.Dial("tcp", addrPort(sa).String())
+		require.NoError(t, err)
+		var accepted int
+		for {
+			if accepted, _, err = unix.Accept4(fd, unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC); err != unix.EAGAIN {
+				break
+			}
+		}
+		require.NoError(t, err)
+		if orderly {
+			c, err := newConn(accepted, addrPort(sa), netip.AddrPort{})
+			require.NoError(t, err)
+			require.NoError(t, c.Close())
+		} else {
+			require.NoError(t, unix.Close(accepted))
+		}
+		_, err = client.Read(make([]byte, 1))
+		if orderly {
+			assert.ErrorIs(t, err, io.EOF)
+		} else {
+			assert.ErrorIs(t, err, unix.ECONNRESET)
+		}
+		_ = client.Close()
+	}
+}

@@ -105,16 +105,19 @@ func (c *Conn) KeepAlive() error { return c.opError("setsockopt", c.keepAlive())
 
 // Abort resets the connection and frees it: the client reads what it has not
 // yet read no more, and ECONNRESET. It unblocks Read, Write and WaitGone, which
-// return net.ErrClosed.
-func (c *Conn) Abort() {
-	c.lingerNot()
-	_ = c.Close()
-}
+// return net.ErrClosed. The kernel does the same to every Conn that is left when
+// the process dies.
+func (c *Conn) Abort() { _ = c.close() }
 
 // Close ends the connection and frees it. The kernel goes on to deliver what
 // was written; it resets instead when there is data that was not read. Close
 // unblocks like Abort.
 func (c *Conn) Close() error {
+	c.endInOrder()
+	return c.close()
+}
+
+func (c *Conn) close() error {
 	if err := c.file.Close(); !errors.Is(err, os.ErrClosed) {
 		return c.opError("close", err)
 	}

@@ -59,10 +59,11 @@ func (c *Conn) keepAlive() error {
 	return c.control(func(fd int) error { return unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_KEEPALIVE, 1) })
 }
 
-// lingerNot makes close(2) reset: socket(7), SO_LINGER with time 0.
-func (c *Conn) lingerNot() {
+// endInOrder makes close(2) end the stream instead of resetting it, as sockets
+// do unless told otherwise (socket(7), SO_LINGER).
+func (c *Conn) endInOrder() {
 	_ = c.control(func(fd int) error {
-		return unix.SetsockoptLinger(fd, unix.SOL_SOCKET, unix.SO_LINGER, &unix.Linger{Onoff: 1})
+		return unix.SetsockoptLinger(fd, unix.SOL_SOCKET, unix.SO_LINGER, &unix.Linger{})
 	})
 }
 

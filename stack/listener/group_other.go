@@ -33,4 +33,4 @@ func (c *Conn) shutdownWrite() error { return errors.ErrUnsupported }
 
 func (c *Conn) keepAlive() error { return errors.ErrUnsupported }
 
-func (c *Conn) lingerNot() {}
+func (c *Conn) endInOrder() {}

@@ -71,6 +71,12 @@ func bindFD(proto Proto, ap netip.AddrPort) (fd int, call string, err error) {
 		return fd, "bind", err
 	}
 	if proto == TCP {
+		// Connections reset when they are closed, unless Conn.Close says
+		// otherwise: so what a killed daemon leaves to the kernel does not reach
+		// its clients as an end of stream (C-13). Inherited as well.
+		if err = unix.SetsockoptLinger(fd, unix.SOL_SOCKET, unix.SO_LINGER, &unix.Linger{Onoff: 1}); err != nil {
+			return fd, "setsockopt", err
+		}
 		if err = unix.Listen(fd, backlog); err != nil {
 			return fd, "listen", err
 		}
