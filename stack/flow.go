@@ -64,6 +64,21 @@ func (f *flow) own(abort func()) {
 	abort()
 }
 
+// ownOnly has the flow end by calling aborts, and nothing it owned before: what
+// served the dial alone is not kept for the flow's life.
+func (f *flow) ownOnly(aborts ...func()) {
+	f.mu.Lock()
+	if !f.aborted {
+		f.abort = aborts
+		f.mu.Unlock()
+		return
+	}
+	f.mu.Unlock()
+	for _, abort := range aborts {
+		abort()
+	}
+}
+
 // kill aborts the flow: its client sees a reset.
 func (f *flow) kill() {
 	f.mu.Lock()

@@ -56,7 +56,7 @@ func (f *Forwarder) serveTCP(fl *flow, vm *VM) {
 		c.Abort() // a reset: the client must not take it for an end (C-15)
 		return
 	}
-	fl.own(guest.Abort)
+	fl.ownOnly(c.Abort, guest.Abort)
 	fl.setSource(guest.LocalAddr)
 	fl.half.Store(int32(relay.HalfNone))
 	relay.TCP(c, guest, relay.Options{
@@ -81,28 +81,32 @@ func (f *Forwarder) dial(fl *flow, vm *VM) (relay.GuestConn, error) {
 		return nil, errDials
 	}
 	defer f.flows.dials.Add(-1)
-	ctx, cancel := context.WithTimeoutCause(f.ctx, f.opts.Timeouts.Connect, syscall.ETIMEDOUT)
-	defer cancel()
-	ctx, leave := context.WithCancelCause(ctx)
+	ctx, leave := context.WithCancelCause(f.ctx)
 	defer leave(nil)
 	fl.own(func() { leave(net.ErrClosed) })
 
-	// WaitGone reads the client's socket, so it has to be over before the relay
-	// does.
-	watch := make(chan struct{})
-	timer := time.AfterFunc(leaveWatch, func() {
-		defer close(watch)
-		if fl.conn.WaitGone(ctx) == nil {
+	// The usual guest answers before any of this runs. WaitGone reads the
+	// client's socket, so it has to be over before the relay does.
+	limit := f.opts.Timeouts.Connect
+	watched := make(chan struct{})
+	watch := time.AfterFunc(min(leaveWatch, limit), func() {
+		defer close(watched)
+		limited, cancel := context.WithTimeout(ctx, limit-min(leaveWatch, limit))
+		defer cancel()
+		if fl.conn.WaitGone(limited) == nil {
 			leave(errLeft)
+			return
 		}
+		<-limited.Done() // also when the client's socket was closed on our side
+		leave(syscall.ETIMEDOUT)
 	})
 	guest, err := vm.Guest.DialTCP(ctx, fl.guest)
 	if cause := context.Cause(ctx); err != nil && cause != nil {
 		err = cause
 	}
-	if !timer.Stop() {
+	if !watch.Stop() {
 		leave(nil)
-		<-watch
+		<-watched
 	}
 	return guest, err
 }
