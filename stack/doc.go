@@ -2,7 +2,7 @@
 //
 // A Forwarder holds the ledger: who asked for which host port, what became of
 // it, and the flows that pass. It opens a publish's sockets while its VM is
-// there and retires them when the VM goes. The path of one TCP flow, in order:
+// there and retires them when the VM goes (ledger.go). The path of one TCP flow, in order:
 //
 //	listener.Group   accepts the client                      (package listener)
 //	Accepted         finds its row, starts its flow          tcp.go, flow.go

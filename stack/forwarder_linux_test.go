@@ -73,16 +73,18 @@ func mustPublish(tb testing.TB, f *Forwarder, id, text string) []netip.AddrPort 
 	return out[0].Bound
 }
 
+// given are the ports that freePort has returned.
+var given = make(map[uint16]bool)
+
 // freePort returns a port that nobody has, on either loopback address, for TCP
-// and UDP.
+// and UDP, and that it has not returned before. It lies below those that the
+// kernel gives to clients, of which TIME_WAIT may hold most.
 func freePort(tb testing.TB) uint16 {
 	tb.Helper()
 	for range 100 {
-		l, err := net.Listen("tcp", "127.0.0.1:0")
-		require.NoError(tb, err)
-		port := netip.MustParseAddrPort(l.Addr().String()).Port()
-		l.Close()
-		if free(port) {
+		port := uint16(10_000 + rand.IntN(20_000))
+		if !given[port] && free(port) {
+			given[port] = true
 			return port
 		}
 	}

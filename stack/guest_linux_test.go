@@ -14,6 +14,7 @@ import (
 
 	"github.com/culvertnet/culvert/stack/relay"
 	"github.com/stretchr/testify/require"
+	"golang.org/x/sys/unix"
 )
 
 // A hostGuest is a guest whose servers listen on the host's loopback: what
@@ -263,6 +264,34 @@ func (c *hostConn) WriteTo(w io.Writer) (int64, error) {
 			return 0, err
 		}
 	}
+}
+
+// Gone implements relay.Watcher: without it a reset that Write was told of
+// would look like an end to Read.
+func (c *hostConn) Gone() bool {
+	gone := true
+	if raw, err := c.SyscallConn(); err == nil {
+		_ = raw.Control(func(fd uintptr) {
+			p := []unix.PollFd{{Fd: int32(fd)}}
+			_, _ = unix.Poll(p, 0)
+			gone = p[0].Revents&(unix.POLLERR|unix.POLLHUP) != 0
+		})
+	}
+	return gone
+}
+
+// WaitGone implements relay.Watcher.
+func (c *hostConn) WaitGone(ctx context.Context) error {
+	tick := time.NewTicker(time.Millisecond)
+	defer tick.Stop()
+	for !c.Gone() {
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+	return nil
 }
 
 func (c *hostConn) KeepAlive() error { return c.SetKeepAlive(true) }

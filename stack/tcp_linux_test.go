@@ -13,6 +13,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/culvertnet/culvert/stack/listener"
 	"github.com/culvertnet/culvert/stack/relay"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
@@ -200,10 +201,9 @@ func TestFB008ClientCloses(t *testing.T) {
 // What the guest sent before it closed arrives at a slow reader that has ended
 // its own stream.
 func TestFB011SlowReader(t *testing.T) {
-	sent := pattern(4 << 20)
+	sent := pattern(16 << 20) // more than the kernel's buffers hold
 	_, _, at := mustServe(t, Options{}, func(c *net.TCPConn) { _, _ = c.Write(sent) })
 	c := dial(t, at)
-	require.NoError(t, c.SetReadBuffer(16<<10))
 	require.NoError(t, c.CloseWrite())
 	sum := sha256.New()
 	for i := 0; ; i++ {
@@ -540,4 +540,8 @@ func TestLeak(t *testing.T) {
 	assert.Zero(t, f.flows.dials.Load())
 }
 
-var _ relay.GuestConn = (*hostConn)(nil)
+var (
+	_ relay.GuestConn = (*hostConn)(nil)
+	_ relay.Watcher   = (*hostConn)(nil)
+	_ relay.Watcher   = (*listener.Conn)(nil)
+)

@@ -46,9 +46,14 @@ type Row struct {
 
 // FlowCount counts a row's flows.
 type FlowCount struct {
-	Active  int
-	Total   uint64
-	Refused map[string]uint64 // by reason: "refused", "unreachable", "timeout", "no-vm", "limit", …
+	Active int
+	Total  uint64 // flows begun, those that the guest then refused among them
+	// Refused counts by reason: clients that got no flow ("refused",
+	// "unreachable", "timeout", "no-vm", "limit", "no-source-port",
+	// "no-descriptor", "error"), clients that left before they had one
+	// ("client-left"), and of UDP, flows that made room ("evicted") and datagrams
+	// for which there was none ("dropped").
+	Refused map[string]uint64
 }
 
 // A FlowView is a live flow as `culvert flows` shows it.

@@ -1,0 +1,258 @@
+package stack
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"slices"
+	"time"
+
+	"github.com/culvertnet/culvert/stack/listener"
+	"github.com/culvertnet/culvert/stack/relay"
+)
+
+// # Theory of operation
+//
+// A row is in one state, which follows from the first of these that is so:
+//
+//	it can never be        Skipped     Spec invalid, or not served by this version
+//	another row has it     Failed      until the Table promotes it
+//	its VM is not there    Pending     until AttachVM
+//	a bind failed          Failed      tried again after Timeouts.BindRetry, and
+//	                                   when a row leaves that may have blocked it
+//	else                   Forwarded
+//
+// Everything that opens or closes a row runs under mu, one at a time: what it
+// waits for while holding it is the end of flows that have been aborted, which
+// needs no lock of the Forwarder's and no answer of a guest. Clients never wait
+// for mu: the way from an accepted client to its row is the socket's token.
+
+// rows goes through all rows. mu is held.
+func (f *Forwarder) rows() func(yield func(*row) bool) {
+	return func(yield func(*row) bool) {
+		for _, rows := range f.owners {
+			for _, r := range rows {
+				if !yield(r) {
+					return
+				}
+			}
+		}
+	}
+}
+
+// openRows opens new rows, and those that other rows' leaving promoted, in the
+// order of asking. mu is held.
+func (f *Forwarder) openRows(fresh []*row, promoted []listener.Claim) {
+	for _, c := range promoted {
+		if r := f.owners[c.Owner][c.Spec]; r != nil && !slices.Contains(fresh, r) {
+			fresh = append(fresh, r)
+		}
+	}
+	slices.SortFunc(fresh, bySeq)
+	for len(fresh) > 0 {
+		r := fresh[0]
+		fresh = fresh[1:]
+		for _, c := range f.try(r) {
+			if r := f.owners[c.Owner][c.Spec]; r != nil {
+				fresh = append(fresh, r)
+			}
+		}
+	}
+	f.schedule()
+}
+
+// tryRows tries the meant rows, in the order of asking. mu is held.
+func (f *Forwarder) tryRows(meant func(*row) bool) {
+	var rows []*row
+	for r := range f.rows() {
+		if meant(r) {
+			rows = append(rows, r)
+		}
+	}
+	f.openRows(rows, nil)
+	f.notify()
+}
+
+// tryFailing tries the meant rows of those with a RetryAt. mu is held.
+func (f *Forwarder) tryFailing(meant func(*row) bool) {
+	var rows []*row
+	for r := range f.failing {
+		if meant(r) {
+			rows = append(rows, r)
+		}
+	}
+	if len(rows) > 0 {
+		f.openRows(rows, nil)
+		f.notify()
+	}
+}
+
+// closeRows closes rows and waits until nothing of theirs is left: first no new
+// client, then no flow. mu is held.
+func (f *Forwarder) closeRows(rows []*row) {
+	for _, r := range rows {
+		r.shut()
+		if r.opened != nil {
+			r.opened.Close()
+		}
+	}
+	for _, r := range rows {
+		r.kill()
+	}
+	if len(rows) > 0 {
+		gone := make(map[*row]bool, len(rows))
+		for _, r := range rows {
+			gone[r] = true
+		}
+		f.sessions.CloseWhere(func(k relay.UDPKey) bool {
+			s, ok := k.Socket.(*listener.Socket)
+			if !ok {
+				return false
+			}
+			r, ok := s.Token().(*row)
+			return ok && gone[r]
+		})
+	}
+	for _, r := range rows {
+		r.ended.Wait()
+	}
+}
+
+func bySeq(a, b *row) int { return cmp.Compare(a.seq, b.seq) }
+
+// try opens what of r is not open, if it may be. It returns the claims that may
+// be opened because of it. mu is held.
+func (f *Forwarder) try(r *row) (promoted []listener.Claim) {
+	now := time.Now()
+	if f.judge(r, now) {
+		return nil
+	}
+	vm := f.vms[r.spec.Target.VM]
+	r.open(vm) // before the sockets: they accept at once
+	if r.opened == nil {
+		r.opened = listener.Open(f.group, r.spec, f.opts.Policy, r)
+	} else {
+		r.opened.Retry()
+	}
+	promoted, err := f.claimPicked(r)
+	o := r.opened.Outcome()
+	if err != nil {
+		o.State, o.Detail, o.Err = listener.Failed, err.Error(), err
+	}
+	f.settle(r, o, now)
+	return promoted
+}
+
+// pickTries bounds how often the kernel is asked for a number that no closed
+// row of ours has a claim to. It draws from some 28 000; if our closed rows had
+// half of them, all tries would fail once in 256 times.
+const pickTries = 8
+
+// claimPicked makes the number the kernel chose r's in the table. It returns
+// the claims that may be opened because the number before is free, and an error
+// when r has got none; its sockets are closed then. mu is held.
+func (f *Forwarder) claimPicked(r *row) (promoted []listener.Claim, err error) {
+	if r.spec.Host.Port() != 0 {
+		return nil, nil
+	}
+	for range pickTries {
+		bound := r.opened.Outcome().Bound
+		if len(bound) == 0 {
+			return promoted, nil
+		}
+		var free []listener.Claim
+		free, err = f.table.Picked(r.owner, r.spec, bound[0].Port())
+		promoted = append(promoted, free...)
+		if err == nil {
+			return promoted, nil
+		}
+		r.opened.Close()
+		r.opened = listener.Open(f.group, r.spec, f.opts.Policy, r)
+	}
+	r.opened.Close()
+	// Not a conflict: nobody promotes r, it is tried again.
+	return promoted, fmt.Errorf("the kernel picked %d numbers that other publishes have; the last time: %v", pickTries, err)
+}
+
+// judge settles r if its state follows without a try to bind, and reports
+// whether it does. mu is held.
+func (f *Forwarder) judge(r *row, now time.Time) bool {
+	o := listener.Outcome{Spec: r.spec}
+	err := never(r.spec)
+	conflict := f.table.Conflict(r.owner, r.spec)
+	switch {
+	case err != nil:
+		o.State, o.Detail, o.Err = listener.Skipped, err.Error(), err
+	case conflict != nil:
+		o.State, o.Detail, o.Err = listener.Failed, conflict.Error(), conflict
+	case f.vms[r.spec.Target.VM] == nil:
+		o.State, o.Detail, o.Err = listener.Pending, fmt.Sprintf("VM %s is not there", r.spec.Target.VM), listener.ErrNoVM
+	default:
+		return false
+	}
+	f.settle(r, o, now)
+	return true
+}
+
+// never says why s can never be published. Such a spec has no claim to a port.
+func never(s listener.Spec) error {
+	if s.Source != listener.SourceGateway {
+		return errors.New("this version shows the guest the gateway's address only; publish with --source gateway")
+	}
+	return s.Validate()
+}
+
+// settle gives r its outcome and logs a change. mu is held.
+func (f *Forwarder) settle(r *row, o listener.Outcome, now time.Time) {
+	if o.State == listener.Failed && !errors.Is(o.Err, listener.ErrConflict) {
+		o.RetryAt = now.Add(f.opts.Timeouts.BindRetry)
+		f.failing[r] = struct{}{}
+	} else {
+		delete(f.failing, r)
+	}
+	if !r.settle(o, now) {
+		return
+	}
+	level := slog.LevelInfo
+	if o.State == listener.Failed || o.State == listener.Skipped {
+		level = slog.LevelWarn
+	}
+	f.log.Log(context.Background(), level, "publish "+o.State.String(),
+		"owner", r.owner.String(), "vm", r.spec.Target.VM, "publish", r.spec.String(), "bound", o.Bound, "detail", o.Detail)
+}
+
+// retryBlocked tries at once what could not be bound because a port was in use:
+// a row that left may have held it (C-7). mu is held.
+func (f *Forwarder) retryBlocked() {
+	f.tryFailing(func(r *row) bool { return errors.Is(r.outcome.Err, listener.ErrInUse) })
+}
+
+// schedule sets the timer to the earliest retry. mu is held.
+func (f *Forwarder) schedule() {
+	var next time.Time
+	for r := range f.failing {
+		if at := r.outcome.RetryAt; next.IsZero() || at.Before(next) {
+			next = at
+		}
+	}
+	if f.retry != nil {
+		f.retry.Stop()
+		f.retry = nil
+	}
+	if !next.IsZero() && !f.closed {
+		f.retry = time.AfterFunc(time.Until(next), f.retryDue)
+	}
+}
+
+// retryDue tries the rows whose time has come.
+func (f *Forwarder) retryDue() {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.closed {
+		return
+	}
+	now := time.Now()
+	f.tryFailing(func(r *row) bool { return !r.outcome.RetryAt.After(now) })
+}
