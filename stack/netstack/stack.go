@@ -186,10 +186,11 @@ func (s *Stack) Close() error {
 		s.budget.leave(s.net)
 		s.net.Close() // resets flows while the attachment still carries the resets
 		s.link.att.Close()
-		s.net.Wait()
+		// Our goroutines first: net.Wait waits for them too, but under the
+		// stack's lock, which one of them may want for its last packet.
 		s.link.Wait()
+		s.net.Wait()
 		s.link.end(datapath.ErrClosed)
-		s.net.Destroy()
 	})
 	return nil
 }

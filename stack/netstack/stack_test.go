@@ -347,7 +347,7 @@ func TestFB049_PortUnreachable(t *testing.T) {
 // TestFB130_Lifetimes checks that a stack's life leaves nothing behind.
 func TestFB130_Lifetimes(t *testing.T) {
 	datapathtest.Leaks(t)
-	for range 50 {
+	for range 300 {
 		ours, theirs := memory.Pair(offloads["csum+tso"])
 		host, err := New(ours, Options{Node: guestAddr.Addr(), Gateway: hostAddr, MTU: 1500, Seed: "host"})
 		require.NoError(t, err)
