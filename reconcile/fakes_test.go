@@ -178,7 +178,7 @@ func (b *logBuffer) lines(parts ...string) int {
 
 func newLog() (*slog.Logger, *logBuffer) {
 	b := new(logBuffer)
-	return slog.New(slog.NewTextHandler(b, nil)), b
+	return slog.New(slog.NewTextHandler(b, &slog.HandlerOptions{Level: slog.LevelDebug})), b
 }
 
 // attacher is an Attacher whose links come from a channel and that writes down,

@@ -307,11 +307,9 @@ func (l *Loop) logOutcomes(o listener.Owner, were map[listener.Spec]listener.Sta
 		if out.State == were[out.Spec] {
 			continue
 		}
-		level := slog.LevelInfo
-		if out.State == listener.Failed || out.State == listener.Skipped {
-			level = slog.LevelWarn
-		}
-		l.log.Log(context.Background(), level, "publish", "state", out.State.String(),
+		// For those who follow the loop: the Publisher says it to people, when it
+		// happens.
+		l.log.Debug("publish", "state", out.State.String(),
 			"owner", o.String(), "vm", out.Spec.Target.VM, "spec", out.Spec.String(), "detail", out.Detail)
 	}
 	return are
