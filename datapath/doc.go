@@ -25,6 +25,8 @@
 //   - tap: a Linux tap device with virtio-net headers
 //   - qemustream: QEMU's stream netdev, length-prefixed frames on a stream socket
 //   - unixgram: one datagram, one frame
+//   - vhostuser: a vhost-user back-end, the VM's virtio-net device itself
+//   - virtqueue: the device side of a split virtqueue, pure
 //   - memory: two attachments joined in memory
 //   - socketfile: one process at a time for a unix socket path
 //   - attach: parses an attach spec and opens the transport it names

@@ -14,6 +14,7 @@ import (
 	"github.com/culvertnet/culvert/datapath/qemustream"
 	"github.com/culvertnet/culvert/datapath/tap"
 	"github.com/culvertnet/culvert/datapath/unixgram"
+	"github.com/culvertnet/culvert/datapath/vhostuser"
 )
 
 // A Listener gives out a VM's attachments, one life of the VM after another.
@@ -34,6 +35,7 @@ var (
 	_ Listener = (*qemustream.Listener)(nil)
 	_ Listener = (*qemustream.Dialer)(nil)
 	_ Listener = (*unixgram.Listener)(nil)
+	_ Listener = (*vhostuser.Listener)(nil)
 	_ Listener = (*retrier)(nil)
 )
 
@@ -87,8 +89,10 @@ func listen(spec Spec, o Options) (Listener, error) {
 			return nil, errors.New("memory joins a VM inside this process, and there is none: it is for the demo and tests")
 		}
 		return newRetrier(o.Log, func(error) bool { return false }, o.Memory), nil
-	case VhostUser, Packet:
-		return nil, fmt.Errorf("%s is not available in this version, qemu, unixgram and tap are: %w", spec.Transport, datapath.ErrUnsupported)
+	case VhostUser:
+		return orNone(vhostuser.Listen(spec.Address, vhostuser.Options{Queues: spec.Queues, Log: o.Log}))
+	case Packet:
+		return nil, fmt.Errorf("%s is not available in this version, qemu, unixgram, vhost-user and tap are: %w", spec.Transport, datapath.ErrUnsupported)
 	}
 	return nil, fmt.Errorf("unknown transport %q, want %s", spec.Transport, forms)
 }

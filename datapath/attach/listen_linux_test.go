@@ -133,6 +133,7 @@ func TestEverySocketListener(t *testing.T) {
 		"qemu unix dial": "qemu:unix:" + filepath.Join(dir, "nothing") + ",dial",
 		"qemu tcp dial":  "qemu:tcp:127.0.0.1:" + freePort(t) + ",dial",
 		"unixgram":       "unixgram:" + filepath.Join(dir, "g"),
+		"vhost-user":     "vhost-user:" + filepath.Join(dir, "v") + ",queues=2",
 		"tap":            "tap:culvert0,netns=" + filepath.Join(dir, "nothing"),
 		"memory":         "memory",
 	} {
@@ -172,7 +173,7 @@ func freePort(t *testing.T) string {
 func TestFB122SocketPath(t *testing.T) {
 	datapathtest.Leaks(t)
 	path := filepath.Join(t.TempDir(), "vm.sock")
-	specs := []string{"qemu:unix:" + path, "unixgram:" + path}
+	specs := []string{"qemu:unix:" + path, "unixgram:" + path, "vhost-user:" + path}
 	stale, err := net.ListenUnix("unix", &net.UnixAddr{Name: path})
 	require.NoError(t, err)
 	stale.SetUnlinkOnClose(false)
@@ -223,12 +224,12 @@ func TestFB116TwoStarts(t *testing.T) {
 
 func TestListenRefuses(t *testing.T) {
 	for spec, want := range map[string]error{
-		"vhost-user:/run/vm.sock":  datapath.ErrUnsupported,
-		"packet:eth0":              datapath.ErrUnsupported,
-		"memory":                   nil,
-		"qemu:unix:/nonexistent/s": os.ErrNotExist,
-		"unixgram:/nonexistent/s":  os.ErrNotExist,
-		"qemu:tcp:192.0.2.1:5000":  unix.EADDRNOTAVAIL,
+		"packet:eth0":               datapath.ErrUnsupported,
+		"memory":                    nil,
+		"qemu:unix:/nonexistent/s":  os.ErrNotExist,
+		"unixgram:/nonexistent/s":   os.ErrNotExist,
+		"vhost-user:/nonexistent/s": os.ErrNotExist,
+		"qemu:tcp:192.0.2.1:5000":   unix.EADDRNOTAVAIL,
 	} {
 		t.Run(spec, func(t *testing.T) {
 			datapathtest.Leaks(t)
