@@ -58,7 +58,7 @@ func (r *reader) readHead() error {
 			}
 		}
 		switch {
-		case err == io.EOF && got == 0:
+		case errors.Is(err, io.EOF) && got == 0: // net wraps it here
 			return io.EOF
 		case err != nil:
 			return fmt.Errorf("read header: %w", noEOF(err))
@@ -81,7 +81,7 @@ func parseFDs(oob []byte) (fds []int, err error) {
 }
 
 func noEOF(err error) error {
-	if err == io.EOF {
+	if errors.Is(err, io.EOF) {
 		return io.ErrUnexpectedEOF
 	}
 	return err
