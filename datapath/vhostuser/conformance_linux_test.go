@@ -53,7 +53,7 @@ func TestConformance(t *testing.T) {
 			datapathtest.Conformance(t, func(t *testing.T) (datapath.Attachment, datapathtest.Peer) {
 				l := mustListen(t, Options{Queues: 2})
 				v := mustConnect(t, l.path, cfg)
-				return mustAccept(t, l), &peer{vmm: v}
+				return mustAccept(t, l), &peer{v}
 			})
 		})
 	}

@@ -13,7 +13,9 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/culvertnet/culvert/datapath"
+	"github.com/culvertnet/culvert/datapath/datapathtest"
 	"github.com/culvertnet/culvert/datapath/internal/eventfd"
+	"github.com/culvertnet/culvert/datapath/virtio"
 	"github.com/culvertnet/culvert/datapath/virtqueue"
 )
 
@@ -25,11 +27,11 @@ type config struct {
 	features   uint64 // acknowledged, besides PROTOCOL_FEATURES
 	protocol   uint64
 	pairs      int
-	num        int  // descriptors of each ring
-	rxSize     int  // bytes of each RX buffer
-	slots      bool // memory by ADD_MEM_REG
-	noKick     bool // no descriptor for kicks: we have to poll
-	noProtocol bool // protocol features not negotiated at all
+	num        uint16 // descriptors of each ring
+	rxSize     int    // bytes of each RX buffer
+	slots      bool   // memory by ADD_MEM_REG
+	noKick     bool   // no descriptor for kicks: we have to poll
+	noProtocol bool   // protocol features not negotiated at all
 }
 
 const everything = featureVersion1 | featureMrgRxBuf | featureEventIdx | featureIndirectDesc |
@@ -39,23 +41,34 @@ func plain() config {
 	return config{features: everything, protocol: protocolFeatures, pairs: 1, num: 256, rxSize: 1600}
 }
 
-// The test's guest has its memory in one file, of which the first half, the
-// rings, lies at the start of its physical address space and the second, the
-// buffers, above 4 GiB. The front-end's addresses of it are as good as any.
+// queueFeatures are those that its driver knows of.
+func (c config) queueFeatures() virtqueue.Features {
+	return virtqueue.Features{
+		EventIdx: c.features&featureEventIdx != 0,
+		Indirect: c.features&featureIndirectDesc != 0,
+	}
+}
+
+// The test's guest has its memory in one file, of which the first half lies at
+// the start of its physical address space and the second above 4 GiB. The
+// front-end's addresses of it are as good as any.
 const (
+	lowSize  = 1 << 20 // rings, and some of the buffers
 	highGPA  = 1 << 32
 	userBase = 0x7f00_0000_0000
-	ringSpan = 1 << 18 // bytes for each ring: 32768 descriptors are not tried
+	txBufs   = 64
+	txSize   = datapath.MaxFrame + 8192 // longer than any frame
 )
 
-// A vmm is a front-end and the guest's driver in one.
+// A vmm is a front-end and the guest's drivers in one.
 type vmm struct {
 	conn   *net.UnixConn
 	cfg    config
 	memory []byte // mapped by itself, as another process would
 	memfd  int
-	half   uint64
-	rings  []*ring
+	rx     []*datapathtest.RxQueue
+	tx     []*datapathtest.TxQueue
+	lines  []*line // one a ring: RX and TX in turn
 
 	leave sync.Once
 	left  chan struct{}
@@ -63,20 +76,28 @@ type vmm struct {
 	mu    sync.Mutex     // guards entering busy against leaving
 }
 
-// A ring is the driver's end of one. Its methods are for one goroutine.
-type ring struct {
-	vmm               *vmm
-	index             int
-	num               int
-	desc, avail, used []byte
-	bufSize           int
-	buffers           uint64 // offset of the first in memory; one a descriptor
-	free              []uint16
-	availIdx, usedIdx uint16
-	kick, call        int
-	calls             *eventfd.Kick
-	kicks             int // written
+// A line is a ring's two descriptors.
+type line struct {
+	kick, call int
+	calls      *eventfd.Kick // call, as the driver waits for it
 }
+
+func newLine() (l *line, err error) {
+	l = &line{kick: -1, call: -1}
+	if l.kick, err = eventfd.New(); err != nil {
+		return l, err
+	}
+	if l.call, err = eventfd.New(); err != nil {
+		return l, err
+	}
+	own, err := unix.FcntlInt(uintptr(l.call), unix.F_DUPFD_CLOEXEC, 0)
+	if err == nil {
+		l.calls, err = eventfd.NewKick(own)
+	}
+	return l, err
+}
+
+func (l *line) ring() { _, _ = unix.Write(l.kick, u64s(1)) }
 
 func dial(path string, cfg config) (*vmm, error) {
 	conn, err := net.DialUnix("unix", nil, &net.UnixAddr{Name: path})
@@ -84,85 +105,67 @@ func dial(path string, cfg config) (*vmm, error) {
 		return nil, err
 	}
 	v := &vmm{conn: conn, cfg: cfg, left: make(chan struct{})}
-	buffers := 0
-	for i := range 2 * cfg.pairs {
-		buffers += cfg.num * v.bufSize(i)
-	}
-	v.half = uint64(2 * cfg.pairs * ringSpan)
-	size := v.half + uint64(buffers+4095)&^4095
+	size := lowSize + cfg.pairs*(int(cfg.num)*cfg.rxSize+txBufs*(txSize+12)) + 2<<20
 	if v.memfd, err = unix.MemfdCreate("guest", unix.MFD_CLOEXEC); err != nil {
 		return nil, err
 	}
+	size = (size + 4095) &^ 4095
 	if err := unix.Ftruncate(v.memfd, int64(size)); err != nil {
 		return nil, err
 	}
-	if v.memory, err = unix.Mmap(v.memfd, 0, int(size), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED); err != nil {
+	if v.memory, err = unix.Mmap(v.memfd, 0, size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED); err != nil {
 		return nil, err
 	}
-	at := v.half
-	for i := range 2 * cfg.pairs {
-		r := &ring{vmm: v, index: i, num: cfg.num, bufSize: v.bufSize(i), buffers: at}
-		at += uint64(r.num * r.bufSize)
-		base := v.memory[i*ringSpan:]
-		r.desc = base[:virtqueue.DescSize(uint16(r.num))]
-		r.avail = base[1<<16:][:virtqueue.AvailSize(uint16(r.num))]
-		r.used = base[1<<17:][:virtqueue.UsedSize(uint16(r.num))]
-		if err := r.eventfds(); err != nil {
+	for range 2 * cfg.pairs {
+		l, err := newLine()
+		if err != nil {
 			return nil, err
 		}
-		r.reset()
-		v.rings = append(v.rings, r)
+		v.lines = append(v.lines, l)
 	}
+	v.boot(0)
 	return v, nil
 }
 
-func (v *vmm) bufSize(ring int) int {
+// boot puts new drivers in the place of those that were there, as a reboot does,
+// with RX filled. base is where their rings begin.
+func (v *vmm) boot(base uint16) {
+	mem := datapathtest.NewGuestMemory(
+		datapathtest.Region{GPA: 0, Bytes: v.memory[:lowSize]},
+		datapathtest.Region{GPA: highGPA, Bytes: v.memory[lowSize:]},
+	)
+	v.rx, v.tx = nil, nil
+	form, mergeable := headerForm(v.cfg.features), v.cfg.features&featureMrgRxBuf != 0
+	for i := range v.cfg.pairs {
+		rx := datapathtest.NewDriver(mem, v.cfg.num, v.cfg.queueFeatures(), base)
+		tx := datapathtest.NewDriver(mem, v.cfg.num, v.cfg.queueFeatures(), base)
+		rx.Kick, tx.Kick = v.lines[2*i].ring, v.lines[2*i+1].ring
+		v.rx = append(v.rx, datapathtest.NewRxQueue(rx, int(v.cfg.num), v.cfg.rxSize, form, 0, mergeable))
+		v.tx = append(v.tx, datapathtest.NewTxQueue(tx, txBufs, txSize, form, 1500))
+		v.rx[i].Post(int(v.cfg.num))
+	}
+}
+
+// driver returns the driver of a ring.
+func (v *vmm) driver(ring int) *datapathtest.Driver {
 	if ring%2 == 0 {
-		return v.cfg.rxSize
+		return v.rx[ring/2].Driver
 	}
-	return datapath.MaxFrame + 8192 // TX: longer than any frame
+	return v.tx[ring/2].Driver
 }
 
-func (r *ring) eventfds() (err error) {
-	if r.kick, err = eventfd.New(); err != nil {
-		return err
+// user translates a guest-physical address.
+func (v *vmm) user(gpa uint64) uint64 {
+	if gpa >= highGPA {
+		return userBase + lowSize + gpa - highGPA
 	}
-	if r.call, err = eventfd.New(); err != nil {
-		return err
-	}
-	own, err := unix.FcntlInt(uintptr(r.call), unix.F_DUPFD_CLOEXEC, 0)
-	if err == nil {
-		r.calls, err = eventfd.NewKick(own)
-	}
-	return err
+	return userBase + gpa
 }
-
-// reset makes the ring as a driver that has just started makes it.
-func (r *ring) reset() {
-	clear(r.desc)
-	clear(r.avail)
-	clear(r.used)
-	r.availIdx, r.usedIdx = 0, 0
-	r.free = r.free[:0]
-	for i := r.num - 1; i >= 0; i-- {
-		r.free = append(r.free, uint16(i))
-	}
-}
-
-// gpa and user translate an offset in memory.
-func (v *vmm) gpa(off uint64) uint64 {
-	if off >= v.half {
-		return highGPA + off - v.half
-	}
-	return off
-}
-
-func (v *vmm) user(off uint64) uint64 { return userBase + off }
 
 func (v *vmm) regions() []region {
 	return []region{
-		{gpa: highGPA, size: uint64(len(v.memory)) - v.half, user: v.user(v.half), offset: v.half},
-		{gpa: 0, size: v.half, user: v.user(0)},
+		{gpa: highGPA, size: uint64(len(v.memory)) - lowSize, user: v.user(highGPA), offset: lowSize},
+		{gpa: 0, size: lowSize, user: v.user(0)},
 	}
 }
 
@@ -173,12 +176,12 @@ func (v *vmm) close() {
 		v.mu.Lock()
 		close(v.left)
 		v.mu.Unlock()
-		for _, r := range v.rings {
-			_ = r.calls.Close()
+		for _, l := range v.lines {
+			_ = l.calls.Close()
 		}
 		v.busy.Wait()
-		for _, r := range v.rings {
-			closeFDs([]int{r.kick, r.call})
+		for _, l := range v.lines {
+			closeFDs([]int{l.kick, l.call})
 		}
 		_ = unix.Close(v.memfd)
 		_ = unix.Munmap(v.memory)
@@ -288,8 +291,8 @@ func (v *vmm) steps() []step {
 		}
 	}
 	tell(reqSetOwner, nil)
-	for i, r := range v.rings {
-		tell(reqSetVringCall, u64s(uint64(i)), r.call)
+	for i, l := range v.lines {
+		tell(reqSetVringCall, u64s(uint64(i)), l.call)
 	}
 	tell(reqSetFeatures, u64s(features))
 	if v.cfg.slots {
@@ -297,14 +300,10 @@ func (v *vmm) steps() []step {
 			tell(reqAddMemReg, append(u64s(0), r.encode()...), v.memfd)
 		}
 	} else {
-		table := u32s(uint32(len(v.regions())), 0)
-		for _, r := range v.regions() {
-			table = append(table, r.encode()...)
-		}
-		tell(reqSetMemTable, table, v.memfd, v.memfd)
+		tell(reqSetMemTable, v.table(), v.memfd, v.memfd)
 	}
-	for i, r := range v.rings {
-		all = append(all, r.startSteps(0)...)
+	for i := range v.lines {
+		all = append(all, v.startSteps(i, 0)...)
 		if !v.cfg.noProtocol {
 			tell(reqSetVringEnable, u32s(uint32(i), 1))
 		}
@@ -312,17 +311,27 @@ func (v *vmm) steps() []step {
 	return all
 }
 
-func (r *ring) startSteps(base uint16) []step {
-	i := uint32(r.index)
-	at := r.vmm.user(uint64(r.index) * ringSpan)
-	kick := step{reqSetVringKick, u64s(uint64(i)), []int{r.kick}, false}
-	if r.vmm.cfg.noKick {
+// table is the payload of SET_MEM_TABLE.
+func (v *vmm) table() []byte {
+	b := u32s(uint32(len(v.regions())), 0)
+	for _, r := range v.regions() {
+		b = append(b, r.encode()...)
+	}
+	return b
+}
+
+// startSteps start a ring.
+func (v *vmm) startSteps(ring int, base uint16) []step {
+	i := uint32(ring)
+	desc, avail, used := v.driver(ring).Addrs()
+	kick := step{reqSetVringKick, u64s(uint64(i)), []int{v.lines[ring].kick}, false}
+	if v.cfg.noKick {
 		kick = step{request: reqSetVringKick, payload: u64s(uint64(i) | vringNoFD)}
 	}
 	return []step{
-		{reqSetVringNum, u32s(i, uint32(r.num)), nil, false},
+		{reqSetVringNum, u32s(i, uint32(v.cfg.num)), nil, false},
 		{reqSetVringBase, u32s(i, uint32(base)), nil, false},
-		{reqSetVringAddr, append(u32s(i, 0), u64s(at, at+1<<17, at+1<<16, 0)...), nil, false},
+		{reqSetVringAddr, append(u32s(i, 0), u64s(v.user(desc), v.user(used), v.user(avail), 0)...), nil, false},
 		kick,
 	}
 }
@@ -346,177 +355,26 @@ func (v *vmm) do(steps ...step) error {
 }
 
 // stop stops a ring and returns the base it is to be started with again.
-func (r *ring) stop() (uint16, error) {
-	b, err := r.vmm.ask(reqGetVringBase, u32s(uint32(r.index), 0))
+func (v *vmm) stop(ring int) (uint16, error) {
+	b, err := v.ask(reqGetVringBase, u32s(uint32(ring), 0))
 	if err != nil {
 		return 0, err
 	}
 	return uint16(parseVringState(b).num), nil
 }
 
-// The driver.
-
-// add makes a chain available that begins at head.
-func (r *ring) add(head uint16) {
-	binary.LittleEndian.PutUint16(r.avail[4+2*(int(r.availIdx)%r.num):], head)
-	r.availIdx++
-}
-
-// publish shows what was added and kicks if that is wanted.
-func (r *ring) publish() {
-	_, before := loadPair(r.avail)
-	flags := uint16(0)
-	storePair(r.avail, flags, r.availIdx)
-	fence()
-	if r.vmm.cfg.features&featureEventIdx != 0 {
-		event := binary.LittleEndian.Uint16(r.used[4+8*r.num:])
-		if event-before >= r.availIdx-before {
-			return
-		}
-	} else if f, _ := loadPair(r.used); f&1 != 0 {
-		return
-	}
-	r.notify()
-}
-
-func (r *ring) notify() {
-	r.kicks++
-	_, _ = unix.Write(r.kick, u64s(1))
-}
-
-func (r *ring) setDesc(i uint16, gpa uint64, n int, flags, next uint16) {
-	putDesc(r.desc[16*int(i):], gpa, n, flags, next)
-}
-
-func putDesc(b []byte, gpa uint64, n int, flags, next uint16) {
-	binary.LittleEndian.PutUint64(b, gpa)
-	binary.LittleEndian.PutUint32(b[8:], uint32(n))
-	binary.LittleEndian.PutUint16(b[12:], flags)
-	binary.LittleEndian.PutUint16(b[14:], next)
-}
-
-// buffer returns descriptor i's buffer and its guest-physical address.
-func (r *ring) buffer(i uint16) ([]byte, uint64) {
-	off := r.buffers + uint64(i)*uint64(r.bufSize)
-	return r.vmm.memory[off:][:r.bufSize], r.vmm.gpa(off)
-}
-
-// next returns the next used chain, if there is one.
-func (r *ring) next() (head uint16, written int, ok bool) {
-	_, idx := loadPair(r.used)
-	if idx == r.usedIdx {
-		return 0, 0, false
-	}
-	e := r.used[4+8*(int(r.usedIdx)%r.num):]
-	r.usedIdx++
-	return uint16(binary.LittleEndian.Uint32(e)), int(binary.LittleEndian.Uint32(e[4:])), true
-}
-
-// await waits for a used chain.
-func (r *ring) await(deadline time.Time) bool {
-	late := time.AfterFunc(time.Until(deadline), r.calls.Interrupt)
+// await waits until the device has returned a chain of a ring.
+func (v *vmm) await(ring int, deadline time.Time) bool {
+	d, calls := v.driver(ring), v.lines[ring].calls
+	late := time.AfterFunc(time.Until(deadline), calls.Interrupt)
 	defer late.Stop()
 	for {
-		err := r.calls.Wait(func() bool {
-			binary.LittleEndian.PutUint16(r.avail[4+2*r.num:], r.usedIdx) // used_event
-			fence()
-			_, idx := loadPair(r.used)
-			return idx != r.usedIdx
-		})
-		_, idx := loadPair(r.used)
-		if idx != r.usedIdx {
+		err := calls.Wait(d.EnableCalls)
+		if d.EnableCalls() {
 			return true
 		}
 		if err != nil || !time.Now().Before(deadline) {
 			return false
-		}
-	}
-}
-
-// fill gives all free buffers to RX.
-func (r *ring) fill() {
-	for _, i := range r.free {
-		_, gpa := r.buffer(i)
-		r.setDesc(i, gpa, r.bufSize, 2, 0) // WRITE
-		r.add(i)
-	}
-	r.free = r.free[:0]
-	r.publish()
-}
-
-// receive takes a whole frame with its header, if there is one.
-func (r *ring) receive() (frame []byte, ok bool, err error) {
-	form := headerForm(r.vmm.cfg.features)
-	for left := 1; left > 0; left-- {
-		head, n, any := r.next()
-		switch {
-		case !any && frame == nil:
-			return nil, false, nil
-		case !any:
-			return nil, false, errors.New("used chains of half a frame")
-		case int(head) >= r.num || n > r.bufSize:
-			return nil, false, errors.New("impossible used entry")
-		}
-		b, _ := r.buffer(head)
-		r.free = append(r.free, head)
-		if frame == nil {
-			if n < form {
-				return nil, false, errors.New("a used chain without a header")
-			}
-			if form == 12 {
-				left = int(binary.LittleEndian.Uint16(b[10:]))
-			}
-		}
-		frame = append(frame, b[:n]...)
-	}
-	return frame, true, nil
-}
-
-// send puts a frame in TX: header and frame in two descriptors, in one, or in an
-// indirect table, in turn.
-func (r *ring) send(frame []byte) bool {
-	r.reclaim()
-	if len(r.free) < 2 {
-		return false
-	}
-	form := headerForm(r.vmm.cfg.features)
-	i, j := r.free[len(r.free)-1], r.free[len(r.free)-2]
-	b, gpa := r.buffer(i)
-	clear(b[:form])
-	copy(b[form:], frame)
-	n := form + len(frame)
-	switch way := int(r.availIdx) % 3; {
-	case way == 0:
-		r.setDesc(i, gpa, n, 0, 0)
-		r.free = r.free[:len(r.free)-1]
-	case way == 1 && r.vmm.cfg.features&featureIndirectDesc != 0:
-		table, at := b[r.bufSize-64:], gpa+uint64(r.bufSize)-64
-		putDesc(table, gpa, form, 1, 1)
-		putDesc(table[16:], gpa+uint64(form), len(frame)/2, 1, 2)
-		putDesc(table[32:], gpa+uint64(form+len(frame)/2), len(frame)-len(frame)/2, 0, 0)
-		r.setDesc(i, at, 48, 4, 0)
-		r.free = r.free[:len(r.free)-1]
-	default:
-		r.setDesc(i, gpa, form, 1, j)
-		r.setDesc(j, gpa+uint64(form), len(frame), 0, 0)
-		r.free = r.free[:len(r.free)-2]
-	}
-	r.add(i)
-	r.publish()
-	return true
-}
-
-// reclaim takes back what TX is done with.
-func (r *ring) reclaim() {
-	for {
-		head, _, ok := r.next()
-		if !ok {
-			return
-		}
-		d := r.desc[16*int(head):]
-		r.free = append(r.free, head)
-		if binary.LittleEndian.Uint16(d[12:])&1 != 0 {
-			r.free = append(r.free, binary.LittleEndian.Uint16(d[14:]))
 		}
 	}
 }
@@ -537,10 +395,7 @@ func (v *vmm) enter() bool {
 var errLeft = errors.New("the front-end has left")
 
 // A peer is a vmm as datapathtest wants it: the first pair carries frames.
-type peer struct {
-	*vmm
-	filled bool
-}
+type peer struct{ *vmm }
 
 func (p *peer) MaxFrame() int { return datapath.MaxFrame }
 
@@ -549,19 +404,26 @@ func (p *peer) Send(frame []byte) error {
 		return errLeft
 	}
 	defer p.busy.Done()
-	tx := p.rings[1]
-	if len(frame)+12 > tx.bufSize {
-		return errors.New("longer than the driver's buffers")
+	tx := p.tx[0]
+	if p.cfg.queueFeatures().Indirect {
+		tx.Layout = (tx.Layout + 1) % 3
 	}
-	for !tx.send(frame) {
+	for {
+		err := tx.Add(virtio.NetHdr{}, frame)
+		if err == nil {
+			tx.Publish()
+			return nil
+		}
+		if !errors.Is(err, datapathtest.ErrFull) {
+			return err
+		}
+		p.await(1, time.Now().Add(10*time.Millisecond))
 		select {
 		case <-p.left:
 			return errLeft
 		default:
-			tx.await(time.Now().Add(10 * time.Millisecond))
 		}
 	}
-	return nil
 }
 
 // Recv takes from every RX ring.
@@ -575,19 +437,18 @@ func (p *peer) Recv(timeout time.Duration) ([]byte, error) {
 		wait = time.Millisecond // on each ring in turn
 	}
 	for deadline := time.Now().Add(timeout); ; {
-		for i := 0; i < len(p.rings); i += 2 {
-			rx := p.rings[i]
-			frame, ok, err := rx.receive()
+		for i, rx := range p.rx {
+			_, frame, ok, err := rx.Take()
 			if err != nil {
 				return nil, err
 			}
-			if len(rx.free) > rx.num/4 || len(rx.free) > 0 && !ok {
-				rx.fill()
+			if !ok || rx.Idle() > int(p.cfg.num)/4 {
+				rx.Post(int(p.cfg.num))
 			}
 			if ok {
-				return frame[headerForm(p.cfg.features):], nil
+				return frame, nil
 			}
-			if !rx.await(time.Now().Add(wait)) && !time.Now().Before(deadline) {
+			if !p.await(2*i, time.Now().Add(wait)) && !time.Now().Before(deadline) {
 				return nil, errors.New("no frame for the guest")
 			}
 			select {
@@ -604,18 +465,12 @@ func (p *peer) Leave() error {
 	return nil
 }
 
-// mustConnect connects a front-end and takes it as far as its driver being ready,
-// with RX filled.
+// mustConnect connects a front-end and takes it as far as its drivers being ready.
 func mustConnect(t *testing.T, path string, cfg config) *vmm {
 	t.Helper()
 	v, err := dial(path, cfg)
 	require.NoError(t, err)
 	t.Cleanup(v.close)
-	for i := range v.rings {
-		if i%2 == 0 {
-			v.rings[i].fill()
-		}
-	}
 	require.NoError(t, v.do(v.steps()...))
 	return v
 }
