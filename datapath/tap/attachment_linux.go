@@ -24,7 +24,7 @@ type attachment struct {
 	stats datapath.Stats
 	pairs []datapath.QueuePair
 	queue []*queue   // the same
-	holds *namespace // adopted inside it: our files keep it alive
+	ns    *namespace // the guest's; its path tells that it was deleted
 
 	gone     atomic.Pointer[error] // why every call fails until Close, if so
 	closed   atomic.Bool
@@ -35,8 +35,8 @@ type attachment struct {
 }
 
 // newAttachment takes the files over when it succeeds.
-func newAttachment(info datapath.Info, files []*os.File, holds *namespace) (*attachment, error) {
-	a := &attachment{info: info, holds: holds, stop: make(chan struct{})}
+func newAttachment(info datapath.Info, files []*os.File, ns *namespace) (*attachment, error) {
+	a := &attachment{info: info, ns: ns, stop: make(chan struct{})}
 	for _, f := range files {
 		q, err := newQueue(a, f)
 		if err != nil {
@@ -64,7 +64,9 @@ func (a *attachment) ended() error {
 	return nil
 }
 
-// watch notices an end that the poller missed.
+// watch notices an end that the poller missed, or that the kernel has yet to
+// carry out: a deleted namespace lives on while connections that its processes
+// left wait for a last acknowledgement, or while our own files hold it.
 func (a *attachment) watch() {
 	tick := time.NewTicker(checkEvery)
 	defer tick.Stop()
@@ -74,8 +76,8 @@ func (a *attachment) watch() {
 			return
 		case <-tick.C:
 		}
-		if a.holds != nil && !a.holds.named() {
-			a.leave(fmt.Errorf("%w: network namespace %s was deleted", datapath.ErrPeerGone, a.holds.path))
+		if a.ns != nil && !a.ns.named() {
+			a.leave(fmt.Errorf("%w: network namespace %s was deleted", datapath.ErrPeerGone, a.ns.path))
 		} else if !a.queue[0].attached() {
 			a.leave(datapath.ErrPeerGone)
 		}

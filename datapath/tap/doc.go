@@ -16,8 +16,8 @@
 //
 // A persistent tap that exists already is adopted where it is, with its
 // addresses and routes, and stays when we close. Its descriptors can only be
-// opened inside its namespace, so they do hold it; there the path is watched
-// that named the namespace.
+// opened inside its namespace, so they do hold it. So can the kernel hold any
+// deleted namespace for a while. Hence the path that named it is watched, too.
 //
 // An attachment has one file, non-blocking and on the runtime's poller, for
 // each queue pair. A goroutine that finds the queue empty leaves its thread to

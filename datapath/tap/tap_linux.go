@@ -57,11 +57,7 @@ func open(cfg Config) (datapath.Attachment, error) {
 	info := datapath.Info{
 		Transport: "tap", Name: cfg.Name, ToGuest: toGuest, FromGuest: fromGuest, Connected: true,
 	}
-	var holds *namespace
-	if existing != nil {
-		holds = ns
-	}
-	a, err := newAttachment(info, files, holds)
+	a, err := newAttachment(info, files, ns)
 	if err != nil {
 		closeAll(files)
 		return nil, err

@@ -307,3 +307,29 @@ func expired(t testing.TB) context.Context {
 	t.Cleanup(cancel)
 	return ctx
 }
+
+// TestProbeHearsTraffic: a guest that is too busy to answer ARP, and sends
+// packets of its flows, is there.
+func TestProbeHearsTraffic(t *testing.T) {
+	g := newRawGuest(t, memory.Options{})
+	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Millisecond)
+	defer cancel()
+	_, err := g.host.Probe(ctx)
+	require.ErrorIs(t, err, context.DeadlineExceeded)
+	g.settle() // the node is known now
+	answered := make(chan error, 1)
+	go func() {
+		_, err := g.host.Probe(t.Context())
+		answered <- err
+	}()
+	frame := g.udpFrame(netip.AddrPortFrom(guestAddr.Addr(), 1), netip.AddrPortFrom(hostAddr.Addr(), 2), []byte("x"))
+	for {
+		g.send(frame, virtio.NetHdr{})
+		select {
+		case err := <-answered:
+			require.NoError(t, err)
+			return
+		case <-time.After(time.Millisecond):
+		}
+	}
+}

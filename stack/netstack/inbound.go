@@ -150,6 +150,9 @@ func (in *inbound) take(f *datapath.Frame, l *loan) {
 			link.stats.Drop(reason)
 			return
 		}
+		if link.neigh.known() {
+			link.neigh.heard()
+		}
 	default:
 		link.stats.Drop(datapath.DropUnwanted)
 		return

@@ -23,7 +23,8 @@ type neighbour struct {
 	ownMAC  tcpip.LinkAddress
 	sendARP func(op header.ARPOp, dst tcpip.LinkAddress, dstIP netip.Addr)
 
-	addr atomic.Pointer[tcpip.LinkAddress]
+	addr   atomic.Pointer[tcpip.LinkAddress]
+	asking atomic.Bool // somebody is waiting
 
 	mu      sync.Mutex
 	waiting []chan struct{} // closed by the node's next answer
@@ -41,12 +42,17 @@ func newNeighbour(o Options, sendARP func(header.ARPOp, tcpip.LinkAddress, netip
 // mac returns the node's Ethernet address.
 func (n *neighbour) mac() tcpip.LinkAddress { return *n.addr.Load() }
 
+// known reports whether the node has ever answered: until then a packet from its
+// address does not tell where to send ours.
+func (n *neighbour) known() bool { return n.mac() != header.EthernetBroadcastAddress }
+
 // probe asks for the node's address and returns how long the answer took. It
 // gives up when ctx does or the link has ended.
 func (n *neighbour) probe(ctx context.Context, ended <-chan struct{}) (time.Duration, error) {
 	answered := make(chan struct{})
 	n.mu.Lock()
 	n.waiting = append(n.waiting, answered)
+	n.asking.Store(true)
 	n.mu.Unlock()
 
 	start := time.Now()
@@ -61,6 +67,21 @@ func (n *neighbour) probe(ctx context.Context, ended <-chan struct{}) (time.Dura
 		n.forget(answered)
 		return 0, ctx.Err()
 	}
+}
+
+// heard is told that the node has sent something: an answer, or a packet of any
+// flow, which says as much and comes also when a busy guest is slow to answer.
+func (n *neighbour) heard() {
+	if !n.asking.Load() {
+		return
+	}
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	for _, w := range n.waiting {
+		close(w)
+	}
+	n.waiting = nil
+	n.asking.Store(false)
 }
 
 // forget takes back a wait.
@@ -86,12 +107,7 @@ func (n *neighbour) handle(a header.ARP) bool {
 		if n.mac() != senderMAC {
 			n.addr.Store(&senderMAC)
 		}
-		n.mu.Lock()
-		for _, w := range n.waiting {
-			close(w)
-		}
-		n.waiting = nil
-		n.mu.Unlock()
+		n.heard()
 	}
 	if a.Op() == header.ARPRequest && targetIP == n.own && usableMAC(senderMAC, n.ownMAC) {
 		n.sendARP(header.ARPReply, senderMAC, senderIP)

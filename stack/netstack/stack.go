@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/culvertnet/culvert/datapath"
+	"gvisor.dev/gvisor/pkg/buffer"
 	"gvisor.dev/gvisor/pkg/tcpip"
 	"gvisor.dev/gvisor/pkg/tcpip/header"
 	"gvisor.dev/gvisor/pkg/tcpip/network/ipv4"
@@ -133,7 +134,8 @@ func (s *Stack) Err() error {
 }
 
 // Probe asks the node for its Ethernet address (ARP) and returns how long the
-// answer took. It fails with ctx's error when none comes.
+// answer took; any other packet of the node's is an answer as well. It fails with
+// ctx's error when none comes.
 func (s *Stack) Probe(ctx context.Context) (rtt time.Duration, err error) {
 	return s.link.neigh.probe(ctx, s.done)
 }
@@ -198,11 +200,9 @@ func (s *Stack) Close() error {
 // sendARP sends an ARP packet of ours.
 func (l *linkEndpoint) sendARP(op header.ARPOp, dst tcpip.LinkAddress, dstIP netip.Addr) {
 	b := arpFrame(op, l.mac, l.filter.own, dst, dstIP)
-	f := [1]datapath.Frame{{Segs: [][]byte{b}, N: len(b)}}
-	// A link without room loses it; the asker asks again.
-	if n, err := l.att.QueuePairs()[0].WriteBatch(f[:]); n == 0 && err == nil {
-		l.stats.Drop(datapath.DropQueueFull)
-	}
+	pkt := stack.NewPacketBuffer(stack.PacketBufferOptions{Payload: buffer.MakeWithData(b)})
+	l.out[0].send(pkt) // waits its turn on a full link, like any other
+	pkt.DecRef()
 }
 
 // address returns a as gVisor writes it.
