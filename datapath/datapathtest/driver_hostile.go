@@ -18,7 +18,12 @@ func (d *Driver) SetDesc(i uint16, gpa uint64, n uint32, flags, next uint16) {
 
 // SetAvail writes a head into an entry of the available ring, modulo its size.
 func (d *Driver) SetAvail(entry, head uint16) {
-	binary.LittleEndian.PutUint16(d.avail[4+2*int(entry%d.num):], head)
+	off := 4 + 2*int(entry%d.num)
+	if off == 4 { // where the device may read it along with the index
+		store16(d.avail, off, head)
+		return
+	}
+	binary.LittleEndian.PutUint16(d.avail[off:], head)
 }
 
 // SetAvailIndex shows the device any available index, and kicks.
@@ -37,21 +42,30 @@ func (d *Driver) KickStorm(n int) {
 	}
 }
 
-// Scribble changes n random bytes of the descriptor table and the available
+// Scribble makes n random changes to the descriptor table and the available
 // entries, which are not the driver's to touch while the device has them. The
-// indexes stay as they are. The race detector does not see the writes. From then
-// on the driver's own books are worth nothing: TakeUsed may report anything.
+// indexes stay as they are, and one change in a thousand is a head behind the
+// table. The race detector does not see the writes. From then on the driver's own
+// books are worth nothing: TakeUsed may report anything.
 func (d *Driver) Scribble(rng *rand.Rand, n int) {
 	for range n {
-		b := d.desc
-		if rng.IntN(4) == 0 {
-			b = d.avail[4 : 4+2*int(d.num)]
+		switch rng.IntN(4) {
+		case 0:
+			head := uint16(rng.IntN(int(d.num)))
+			if rng.IntN(250) == 0 {
+				head += d.num
+			}
+			storeBytes(d.avail, 4+2*rng.IntN(int(d.num)), byte(head), byte(head>>8))
+		case 1: // anything
+			storeBytes(d.desc, rng.IntN(len(d.desc)), byte(rng.Uint32()))
+		case 2: // flags, which decide most
+			storeBytes(d.desc, 16*rng.IntN(int(d.num))+12, byte(rng.IntN(8)))
+		case 3: // somewhere in memory, and not for long
+			r := d.mem.regions[rng.IntN(len(d.mem.regions))]
+			var b [16]byte
+			putDesc(b[:], 0, r.GPA+rng.Uint64N(uint64(len(r.Bytes))), rng.Uint32N(4096), uint16(rng.IntN(8)), uint16(rng.IntN(int(d.num))))
+			storeBytes(d.desc, 16*rng.IntN(int(d.num)), b[:]...)
 		}
-		v := byte(rng.Uint32())
-		if rng.IntN(2) == 0 {
-			v &= 7 // flags and small numbers hit more
-		}
-		storeBytes(b, rng.IntN(len(b)), v)
 	}
 }
 

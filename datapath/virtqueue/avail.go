@@ -1,9 +1,6 @@
 package virtqueue
 
-import (
-	"encoding/binary"
-	"fmt"
-)
+import "fmt"
 
 // usedFNoNotify in the used flags asks the driver not to kick, without
 // EVENT_IDX (virtio 1.3, 2.7.10).
@@ -61,7 +58,7 @@ func (q *Queue) Pop(c *Chain) (ok bool, err error) {
 			return false, nil
 		}
 	}
-	head := binary.LittleEndian.Uint16(q.availRng[availElem*int(q.next&(q.num-1)):])
+	head := load16(half(q.availRng, availElem*int(q.next&(q.num-1))))
 	if head >= q.num {
 		q.corrupt = fmt.Errorf("%w: available entry %d is head %d of %d descriptors", ErrCorrupt, q.next, head, q.num)
 		return false, q.corrupt

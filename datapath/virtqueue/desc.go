@@ -17,7 +17,7 @@ type desc struct {
 	next  uint16
 }
 
-// loadDesc copies descriptor i out of a table, in two loads. Nothing looks at
+// loadDesc copies descriptor i out of a table, each byte once. Nothing looks at
 // it in guest memory again.
 func loadDesc(table []byte, i int) desc {
 	b := table[descSize*i : descSize*i+descSize]

@@ -35,10 +35,10 @@
 // # The driver is not trusted
 //
 // Whatever lies in the table and the available ring may change while we look.
-// An index, a head and a descriptor are therefore loaded once, into registers,
-// and only that copy is checked and used. (Go's compiler neither repeats a load
-// nor splits one of a machine word; see index_unsafe.go.) What may be wrong
-// falls into two classes:
+// An index, a head and a descriptor are therefore loaded once, into variables of
+// our own, and only that copy is checked and used. A descriptor that changes
+// meanwhile may be half old and half new: that is one more wrong descriptor. What
+// may be wrong falls into two classes:
 //
 //   - A ring that cannot be followed any more: an available index more than Num
 //     ahead of us, a head that is no descriptor. Pop returns ErrCorrupt, then

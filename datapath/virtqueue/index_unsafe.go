@@ -32,15 +32,15 @@ import (
 //     exchange alone would not do: without LSE it is LDAXR and STLXR, and a
 //     plain load may pass the STLXR.
 //
-// The compiler keeps the order of memory accesses around an atomic, emits a
-// plain load of a machine word or less as one instruction, and does not repeat
-// it. Go's memory model promises order between atomics only; the guest is
-// outside of it in any case.
+// The compiler keeps the order of memory accesses around an atomic and does not
+// repeat a load. Go's memory model promises order between atomics only; the
+// guest is outside of it in any case.
 //
-// The race detector sees the 32-bit atomics and so checks that everything else
-// (entries, descriptors, what chains hold) is ordered by them. load16 and store16
-// are hidden from it: with a driver in the same process they would be reported,
-// being races on purpose.
+// The race detector sees the 32-bit atomics and so checks that they order
+// everything else: descriptors, used entries, what chains hold. load16 and
+// store16 are hidden from it. With a driver in the same process it would report
+// the event indexes, which race on purpose, and available entries, of which
+// ring[0] may be read along with the index.
 
 // word returns the four bytes of b at off as one word. off is aligned to 4.
 func word(b []byte, off int) *uint32 {
