@@ -5,20 +5,15 @@ import (
 	"context"
 	"encoding/json"
 	"flag"
-	"io"
-	"log/slog"
 	"net"
-	"net/http"
 	"os"
 	"path/filepath"
 	"strings"
 	"testing"
 	"time"
+	"unicode/utf8"
 
 	"github.com/culvertnet/culvert/cmd/internal/api"
-	"github.com/culvertnet/culvert/cmd/internal/daemon"
-	"github.com/culvertnet/culvert/datapath"
-	"github.com/culvertnet/culvert/datapath/memory"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 )
@@ -44,7 +39,7 @@ func cli(t *testing.T, args ...string) (stdout, stderr string, code int) {
 	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
 	defer cancel()
 	var out, errs bytes.Buffer
-	code = run(ctx, args, &out, &errs)
+	code = run(ctx, nil, args, &out, &errs)
 	return out.String(), errs.String(), code
 }
 
@@ -90,21 +85,29 @@ func (b fakeBackend) Publish(context.Context, api.PublishRequest) ([]api.Listene
 }
 
 func (b fakeBackend) Unpublish(context.Context, api.PublishRequest) ([]api.Listener, error) {
-	return nil, &api.Problem{Status: http.StatusNotFound, Detail: "nothing is published as 1:1/tcp"}
+	return nil, nil
 }
 
-func (fakeBackend) Events(ctx context.Context, emit func(api.Event) error) error {
+func (fakeBackend) Events(ctx context.Context, started func(), _ func(api.Event) error) error {
+	started()
 	<-ctx.Done()
 	return ctx.Err()
+}
+
+// tempDir is a directory whose sockets' paths are short enough, which those of
+// t.TempDir are not always.
+func tempDir(t *testing.T) string {
+	t.Helper()
+	dir, err := os.MkdirTemp("", "culvert")
+	require.NoError(t, err)
+	t.Cleanup(func() { _ = os.RemoveAll(dir) })
+	return dir
 }
 
 // serveFake serves the fake backend and returns its socket.
 func serveFake(t *testing.T) string {
 	t.Helper()
-	dir, err := os.MkdirTemp("", "culvert")
-	require.NoError(t, err)
-	t.Cleanup(func() { _ = os.RemoveAll(dir) })
-	socket := filepath.Join(dir, "api.sock")
+	socket := filepath.Join(tempDir(t), "api.sock")
 	l, err := net.Listen("unix", socket)
 	require.NoError(t, err)
 	s := api.NewServer(fakeBackend{})
@@ -138,6 +141,7 @@ func TestGolden(t *testing.T) {
 			golden(t, name, out)
 		})
 	}
+	// An empty list is a document too.
 	out, _, code := cli(t, "--api", socket, "ls", "--vm", "other", "-o", "json")
 	assert.Zero(t, code)
 	assert.Equal(t, "[]\n", out)
@@ -163,7 +167,7 @@ func TestExitCodes(t *testing.T) {
 		{"publish 70000:80 --api " + socket, 2, "70000"},
 		{"publish 6000-6009:7000-7001 --api " + socket, 2, "7000-7001"},
 		{"publish 8080:80 --api " + socket, 1, "1 of 2 not published"},
-		{"unpublish 1:1 --api " + socket, 1, "nothing is published"},
+		{"unpublish 1:1 --api " + socket, 0, "1 of 1 were not published"},
 		{"wait --for tea --api " + socket, 2, "tea"},
 		{"wait --vm other --api " + socket, 1, `no VM named "other"`},
 		{"wait --for gone --timeout 50ms --api " + socket, 1, "it is ready"},
@@ -184,257 +188,57 @@ func TestExitCodes(t *testing.T) {
 	}
 }
 
-// A testDaemon is a daemon in this process with a guest in memory.
-type testDaemon struct {
-	socket string
-	config string
-	hangup chan os.Signal
-	guests chan datapath.Attachment
-	stop   func() error
-}
-
-func startDaemon(t *testing.T, config string) *testDaemon {
-	t.Helper()
-	dir, err := os.MkdirTemp("", "culvert")
-	require.NoError(t, err)
-	t.Cleanup(func() { _ = os.RemoveAll(dir) })
-	d := &testDaemon{
-		socket: filepath.Join(dir, "api.sock"), config: filepath.Join(dir, "c.yaml"),
-		hangup: make(chan os.Signal, 1), guests: make(chan datapath.Attachment, 8),
+// TestTable is what a terminal gets: one line a row, whatever is in it.
+func TestTable(t *testing.T) {
+	made := func() *table {
+		return &table{head: []string{"HOST", "STATE", "DETAIL"}, state: 1, rows: [][]string{
+			{"127.0.0.1:80/tcp", "forwarded", "a long\nstory \x1b[2J that goes on"}, {"[::1]:80/tcp", "failed", ""},
+		}}
 	}
-	d.write(t, config)
-	over := daemon.Overrides{APISocket: d.socket, ForceAPI: true}
-	load := func() (*daemon.Config, error) { return loadConfig(d.config, over) }
-	c, err := load()
-	require.NoError(t, err)
-	ctx, cancel := context.WithCancel(context.Background())
-	started, ended := make(chan struct{}), make(chan error, 1)
-	go func() {
-		ended <- daemon.Run(ctx, c, daemon.Options{
-			Log: slog.New(slog.NewTextHandler(t.Output(), nil)), Reload: load, Hangup: d.hangup,
-			Started: func() { close(started) },
-			Memory: func(ctx context.Context) (datapath.Attachment, error) {
-				select {
-				case att := <-d.guests:
-					return att, nil
-				case <-ctx.Done():
-					return nil, ctx.Err()
-				}
-			},
-		})
-	}()
-	select {
-	case <-started:
-	case err := <-ended:
-		t.Fatal(err)
-	}
-	stopped := false
-	d.stop = func() error {
-		if stopped {
-			return nil
-		}
-		stopped = true
-		cancel()
-		return <-ended
-	}
-	t.Cleanup(func() { assert.NoError(t, d.stop()) })
-	return d
-}
-
-func (d *testDaemon) write(t *testing.T, config string) {
-	t.Helper()
-	// In one step: the daemon may be reading it.
-	require.NoError(t, os.WriteFile(d.config+".new", []byte(config), 0o600))
-	require.NoError(t, os.Rename(d.config+".new", d.config))
-}
-
-// attach gives the daemon a new guest with a web server.
-func (d *testDaemon) attach(t *testing.T) io.Closer {
-	t.Helper()
-	ours, theirs := memory.Pair(memory.Options{})
-	guest, err := demoGuest(theirs)
-	require.NoError(t, err)
-	t.Cleanup(func() { _ = guest.Close() })
-	d.guests <- ours
-	return guest
-}
-
-func (d *testDaemon) rows(t *testing.T) []api.Listener {
-	t.Helper()
-	out, errs, code := cli(t, "--api", d.socket, "ls", "-o", "json")
-	require.Zero(t, code, errs)
-	var rows []api.Listener
-	require.NoError(t, json.Unmarshal([]byte(out), &rows))
-	return rows
-}
-
-// fetch gets the guest's page through addr.
-func fetch(t *testing.T, addr string) string {
-	t.Helper()
-	c := http.Client{Transport: &http.Transport{DisableKeepAlives: true}, Timeout: 10 * time.Second}
-	resp, err := c.Get("http://" + addr + "/")
-	require.NoError(t, err)
-	defer resp.Body.Close()
-	page, err := io.ReadAll(resp.Body)
-	require.NoError(t, err)
-	return string(page)
-}
-
-func TestDaemonLife(t *testing.T) {
-	d := startDaemon(t, "vms: [{name: vm1, attach: memory, publish: ['0:80']}]")
-	assert.Equal(t, "pending", d.rows(t)[0].State)
-	assert.Equal(t, "10.0.2.2:80", d.rows(t)[0].Guest, "the target is known before the VM is there")
-
-	// Both families lead to the guest (C-10), for the config's row and the CLI's.
-	guest := d.attach(t)
-	_, errs, code := cli(t, "--api", d.socket, "wait", "--timeout", "10s")
-	require.Zero(t, code, errs)
-	out, errs, code := cli(t, "--api", d.socket, "publish", "0:80", "-o", "json")
-	require.Zero(t, code, errs)
-	var published []api.Listener
-	require.NoError(t, json.Unmarshal([]byte(out), &published))
-	rows := d.rows(t)
-	require.Len(t, rows, 2)
-	for _, r := range rows {
-		assert.Equal(t, "forwarded", r.State)
-		for _, addr := range r.Bound {
-			assert.Equal(t, demoPage, fetch(t, addr))
-		}
-	}
-	assert.Equal(t, "cli", published[0].Owner.Kind)
-
-	// The guest goes: rows pending, ports free. It returns: the same ports.
-	require.NoError(t, guest.Close())
-	_, errs, code = cli(t, "--api", d.socket, "wait", "--for", "gone", "--timeout", "10s")
-	require.Zero(t, code, errs)
-	for _, r := range d.rows(t) {
-		assert.Equal(t, "pending", r.State)
-		assert.Contains(t, r.Detail, "vm1")
-	}
-	for _, addr := range published[0].Bound {
-		l, err := net.Listen("tcp", addr)
-		require.NoError(t, err, "the port is free")
-		require.NoError(t, l.Close())
-	}
-	d.attach(t)
-	_, errs, code = cli(t, "--api", d.socket, "wait", "--timeout", "10s")
-	require.Zero(t, code, errs)
-	for i, r := range d.rows(t) {
-		assert.Equal(t, rows[i].Bound, r.Bound, "the same host ports")
-	}
-
-	// Unpublished, the port is free.
-	_, errs, code = cli(t, "--api", d.socket, "unpublish", "0:80")
-	require.Zero(t, code, errs)
-	assert.Len(t, d.rows(t), 1)
-	_, errs, code = cli(t, "--api", d.socket, "unpublish", "0:80")
-	assert.Equal(t, 1, code)
-	assert.Contains(t, errs, "published by the config")
-
-	// A second daemon is refused; the first goes on.
-	_, errs, code = cli(t, "daemon", "--api", d.socket)
-	assert.Equal(t, 1, code)
-	assert.Contains(t, errs, "another daemon owns "+d.socket)
-	assert.Equal(t, demoPage, fetch(t, d.rows(t)[0].Bound[0]))
-
-	require.NoError(t, d.stop())
-	_, err := os.Stat(d.socket)
-	assert.ErrorIs(t, err, os.ErrNotExist)
-	_, _, code = cli(t, "--api", d.socket, "ls")
-	assert.Equal(t, 3, code)
-}
-
-// TestReload changes the config under the daemon: what stays is not touched,
-// what is wrong changes nothing.
-func TestReload(t *testing.T) {
-	d := startDaemon(t, "vms: [{name: vm1, attach: memory, publish: ['0:80', '127.0.0.1:0:81']}]")
-	d.attach(t)
-	_, errs, code := cli(t, "--api", d.socket, "wait", "--timeout", "10s")
-	require.Zero(t, code, errs)
-	kept := d.rows(t)[0]
-
-	events := make(chan api.Event, 100)
-	ctx, cancel := context.WithCancel(t.Context())
-	defer cancel()
-	c := api.NewClient(d.socket)
-	defer c.Close()
-	started := make(chan struct{})
-	go func() {
-		_ = c.Events(ctx, func() error { close(started); return nil }, func(e api.Event) error { events <- e; return nil })
-	}()
-	<-started
-
-	d.write(t, "vms: [{name: vm1, attach: memory, publish: ['0:80', '0:82']}, {name: vm2, attach: memory}]")
-	d.hangup <- os.Interrupt
-	seen := map[string]bool{}
-	for !seen["row.gone"] || !seen["row.forwarded"] {
-		e := <-events
-		seen[e.Kind] = true
-	}
-	_, errs, code = cli(t, "--api", d.socket, "wait", "--vm", "vm2", "--for", "gone", "--timeout", "10s")
-	require.Zero(t, code, errs)
-	rows := d.rows(t)
-	require.Len(t, rows, 2)
-	assert.Equal(t, kept.Bound, rows[0].Bound)
-	assert.Equal(t, kept.Since, rows[0].Since)
-	assert.Equal(t, "0:82/tcp", rows[1].Owner.ID)
-
-	// With two VMs a publish has to say which.
-	_, errs, code = cli(t, "--api", d.socket, "publish", "0:80")
-	assert.Equal(t, 1, code)
-	assert.Contains(t, errs, "--vm")
-	_, errs, code = cli(t, "--api", d.socket, "publish", "--vm", "vm2", "0:80")
-	assert.Zero(t, code, errs) // pending is no failure
-
-	d.write(t, "vms: [{name: vm1, attach: memory, publish: ['0:80'], nonsense: 1}]")
-	d.hangup <- os.Interrupt
-	d.write(t, "vms: [{name: vm1, attach: memory, publish: ['0:80', '0:83']}]")
-	d.hangup <- os.Interrupt
-	for e := range events {
-		if e.Kind == "row.forwarded" && e.Owner.ID == "0:83/tcp" {
-			break
-		}
-	}
-	rows = d.rows(t)
-	assert.Equal(t, kept.Bound, rows[0].Bound)
-}
-
-// TestProblems speaks to the API itself with what no client of ours sends.
-func TestProblems(t *testing.T) {
-	socket := serveFake(t)
-	c := http.Client{Transport: &http.Transport{DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
-		return new(net.Dialer).DialContext(ctx, "unix", socket)
-	}}}
-	defer c.CloseIdleConnections()
-	for _, r := range []struct {
-		method, path, body string
-		status             int
-	}{
-		{"GET", "/v1/nothing", "", 404},
-		{"POST", "/v1/publishes", "{}", 404},
-		{"PUT", "/v1/publishes", "", 400},
-		{"PUT", "/v1/publishes", `{"publish":[]}`, 400},
-		{"PUT", "/v1/publishes", `{"publish":["8080:80"],"nonsense":1}`, 400},
-		{"PUT", "/v1/publishes", `{"publish":["` + strings.Repeat("x", 2<<20) + `"]}`, 400},
-		{"GET", "/healthz", "", 200},
-	} {
-		req, err := http.NewRequest(r.method, "http://culvert"+r.path, strings.NewReader(r.body))
-		require.NoError(t, err)
-		resp, err := c.Do(req)
-		require.NoError(t, err)
-		body, err := io.ReadAll(resp.Body)
-		require.NoError(t, err)
-		_ = resp.Body.Close()
-		assert.Equal(t, r.status, resp.StatusCode, "%s %s: %s", r.method, r.path, body)
-		if r.status == 400 || r.status == 404 {
-			assert.Equal(t, "application/problem+json", resp.Header.Get("Content-Type"))
+	assert.Equal(t, "HOST               STATE       DETAIL\n"+
+		"127.0.0.1:80/tcp   forwarded   a long story \uFFFD[2J that goes on\n"+
+		"[::1]:80/tcp       failed\n", made().text(0, false))
+	assert.Equal(t, "HOST               STATE       DETAIL\n"+
+		"127.0.0.1:80/tcp   forwarded   a long s…\n"+
+		"[::1]:80/tcp       failed\n", made().text(40, false))
+	assert.Equal(t, "HOST               STATE       DETAIL\n"+
+		"127.0.0.1:80/tcp   \x1b[32mforwarded\x1b[0m   a long s…\n"+
+		"[::1]:80/tcp       \x1b[31mfailed\x1b[0m\n", made().text(40, true))
+	for width := 1; width < 30; width++ {
+		for line := range strings.Lines(made().text(width, false)) {
+			assert.LessOrEqual(t, utf8.RuneCountInString(strings.TrimSuffix(line, "\n")), width)
 		}
 	}
 }
 
-func TestDemo(t *testing.T) {
-	out, errs, code := cli(t, "demo")
-	assert.Zero(t, code, errs)
-	assert.Contains(t, out, demoPage)
-	assert.Contains(t, out, "forwarded")
+// TestChanges follows a ledger into a pipe: what is new, what is other, what is
+// gone, and no word of what only counts on.
+func TestChanges(t *testing.T) {
+	var out bytes.Buffer
+	rows := fakeBackend{}.Listeners()
+	c := &changes{out: &out}
+	require.NoError(t, c.show(rows))
+	first := out.String()
+	assert.Equal(t, 3, strings.Count(first, "\n"), first)
+
+	out.Reset()
+	rows[0].Flows.Total++
+	rows[0].Bytes.ToGuest++
+	require.NoError(t, c.show(rows))
+	assert.Empty(t, out.String())
+
+	rows[0].State, rows[0].Detail = "pending", "VM default is not there"
+	require.NoError(t, c.show(rows))
+	assert.Equal(t, 1, strings.Count(out.String(), "\n"), "no second header: %s", out.String())
+	header, _, _ := strings.Cut(first, "\n")
+	assert.Equal(t, strings.Index(header, "STATE"), strings.Index(out.String(), "pending"), "the column stays")
+
+	out.Reset()
+	require.NoError(t, c.show(rows[1:]))
+	assert.Contains(t, out.String(), "gone")
+	out.Reset()
+	require.NoError(t, (&changes{out: &out, json: true}).show(rows))
+	for line := range strings.Lines(out.String()) {
+		assert.NoError(t, json.Unmarshal([]byte(line), new(api.Listener)), "one document a line")
+	}
 }

@@ -12,7 +12,8 @@ import (
 	"github.com/spf13/cobra"
 )
 
-func newDaemon() *cobra.Command {
+// newDaemon returns the command; hurry is daemon.Options'.
+func newDaemon(hurry <-chan struct{}) *cobra.Command {
 	var file string
 	var over daemon.Overrides
 	cmd := &cobra.Command{
@@ -21,7 +22,7 @@ func newDaemon() *cobra.Command {
 		Long: `Runs the data plane in the foreground, and logs to standard error.
 
 SIGTERM stops accepting, drains, resets what is left and leaves with 0; a second
-one ends at once. SIGHUP reads the config again and applies the difference.
+one hurries it. SIGHUP reads the config again and applies the difference.
 Under systemd it says READY=1 when it serves.`,
 		Example: `  culvert daemon --attach default=qemu:unix:/tmp/vm.sock -p 8080:80
   culvert daemon --config /etc/culvert/culvert.yaml`,
@@ -29,7 +30,7 @@ Under systemd it says READY=1 when it serves.`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			over.APISocket, _ = cmd.Flags().GetString("api")
 			over.ForceAPI = cmd.Flags().Changed("api") || os.Getenv("CULVERT_API") != ""
-			return runDaemon(cmd, file, over)
+			return runDaemon(cmd, file, over, hurry)
 		},
 	}
 	cmd.Flags().StringVar(&file, "config", "", "config `FILE` (YAML)")
@@ -38,7 +39,7 @@ Under systemd it says READY=1 when it serves.`,
 	return cmd
 }
 
-func runDaemon(cmd *cobra.Command, file string, over daemon.Overrides) error {
+func runDaemon(cmd *cobra.Command, file string, over daemon.Overrides, hurry <-chan struct{}) error {
 	load := func() (*daemon.Config, error) { return loadConfig(file, over) }
 	config, err := load()
 	if err != nil {
@@ -51,7 +52,7 @@ func runDaemon(cmd *cobra.Command, file string, over daemon.Overrides) error {
 	hangup := make(chan os.Signal, 1)
 	signal.Notify(hangup, syscall.SIGHUP)
 	defer signal.Stop(hangup)
-	opts := daemon.Options{Log: log, Hangup: hangup}
+	opts := daemon.Options{Log: log, Hangup: hangup, Hurry: hurry}
 	if file != "" {
 		opts.Reload = load
 	}

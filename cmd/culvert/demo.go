@@ -53,6 +53,7 @@ func demo(ctx context.Context, cmd *cobra.Command) error {
 	// The two ends of the guest's network card.
 	offloads := virtio.OffloadCSum | virtio.OffloadTSO4
 	ours, theirs := memory.Pair(memory.Options{ToGuest: offloads, FromGuest: offloads})
+	defer ours.Close() // the daemon's, once it took it
 	guest, err := demoGuest(theirs)
 	if err != nil {
 		return err
@@ -95,8 +96,15 @@ func demo(ctx context.Context, cmd *cobra.Command) error {
 	return err
 }
 
-// demoGuest starts the guest: a stack on its end of the link, with a web server.
-func demoGuest(att datapath.Attachment) (*netstack.Stack, error) {
+// A guest is a stack at a VM's end of the link, with a web server.
+type guest struct {
+	stack  *netstack.Stack
+	server http.Server
+	served chan struct{} // closed when server has ended
+}
+
+// demoGuest starts a guest on att, which it owns from then on.
+func demoGuest(att datapath.Attachment) (*guest, error) {
 	s, err := netstack.New(att, netstack.Options{
 		Node: netip.MustParseAddr("10.0.2.1"), Gateway: netip.MustParsePrefix("10.0.2.2/24"), MTU: 1500, Seed: "demo guest",
 	})
@@ -108,11 +116,21 @@ func demoGuest(att datapath.Attachment) (*netstack.Stack, error) {
 		_ = s.Close()
 		return nil, fmt.Errorf("start demo guest: %w", err)
 	}
-	server := &http.Server{
-		Handler: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { _, _ = io.WriteString(w, demoPage) }),
-	}
-	go func() { _ = server.Serve(l) }() // ends with the guest's stack
-	return s, nil
+	g := &guest{stack: s, served: make(chan struct{})}
+	g.server.Handler = http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { _, _ = io.WriteString(w, demoPage) })
+	go func() {
+		defer close(g.served)
+		_ = g.server.Serve(l) // until Close
+	}()
+	return g, nil
+}
+
+// Close switches the guest off, in the middle of whatever it does.
+func (g *guest) Close() error {
+	err := g.stack.Close()
+	_ = g.server.Close()
+	<-g.served
+	return err
 }
 
 // demoUse does what a user would: wait, publish, fetch, list.

@@ -2,10 +2,8 @@ package main
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"strings"
-	"time"
 
 	"github.com/culvertnet/culvert/cmd/internal/api"
 	"github.com/spf13/cobra"
@@ -13,7 +11,7 @@ import (
 
 func newLs() *cobra.Command {
 	var owner, vm string
-	var watch bool
+	var follow bool
 	cmd := &cobra.Command{
 		Use:   "ls [ID]",
 		Short: "List every requested host port, who asked for it, and what became of it",
@@ -24,11 +22,18 @@ func newLs() *cobra.Command {
   skipped     never possible, not tried again
   failed      not possible now; tried again, and at once when a row of ours leaves
 
-With an ID only rows of owners whose id begins with it are shown.`,
+With an ID only rows of owners whose id begins with it are shown.
+
+With -w a terminal shows the list as it is at every moment. Elsewhere it is printed
+once, and then each row that has changed; one that has left is "gone". With -o json
+each row is a document of its own then, on one line.`,
 		Args: usageArgs(cobra.MaximumNArgs(1)),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if owner != "" && owner != "config" && owner != "cli" && owner != "docker" && owner != "kubernetes" {
 				return &usageError{fmt.Errorf("owner kind %q is none of config, cli, docker, kubernetes", owner)}
+			}
+			if _, err := asJSON(cmd); err != nil {
+				return err
 			}
 			c := client(cmd)
 			defer c.Close()
@@ -42,8 +47,8 @@ With an ID only rows of owners whose id begins with it are shown.`,
 				}
 				return rows, err
 			}
-			if watch {
-				return watchList(cmd, c, list, listenerTable)
+			if follow {
+				return watch(cmd, c, list)
 			}
 			rows, err := list(cmd.Context())
 			if err != nil {
@@ -54,7 +59,7 @@ With an ID only rows of owners whose id begins with it are shown.`,
 	}
 	cmd.Flags().StringVar(&owner, "owner", "", "only owners of this `KIND`: config, cli, docker, kubernetes")
 	cmd.Flags().StringVar(&vm, "vm", "", "only rows of this VM, by `NAME`")
-	cmd.Flags().BoolVarP(&watch, "watch", "w", false, "follow: list again at every change")
+	cmd.Flags().BoolVarP(&follow, "watch", "w", false, "follow what changes")
 	addOutput(cmd)
 	return cmd
 }
@@ -88,72 +93,4 @@ func reasons(m map[string]uint64) string {
 		parts = append(parts, fmt.Sprintf("%s %d", k, m[k]))
 	}
 	return strings.Join(parts, ", ")
-}
-
-// redrawEvery is how often a followed listing is read again without an event,
-// for its counters.
-const redrawEvery = time.Second
-
-// watchList prints list again at every change, until interrupted: over the old
-// one on a terminal, below it elsewhere.
-func watchList[T any](cmd *cobra.Command, c *api.Client, list func(context.Context) ([]T, error), t func([]T) *table) error {
-	jsonWanted, err := asJSON(cmd)
-	if err != nil {
-		return err
-	}
-	_, terminal := terminalWidth(cmd.OutOrStdout())
-	ctx, cancel := context.WithCancel(cmd.Context())
-	defer cancel()
-	changed := make(chan struct{}, 1)
-	poke := func(api.Event) error {
-		select {
-		case changed <- struct{}{}:
-		default:
-		}
-		return nil
-	}
-	ended := make(chan error, 1)
-	go func() { ended <- c.Events(ctx, func() error { return poke(api.Event{}) }, poke) }()
-	var tick <-chan time.Time
-	if terminal {
-		ticker := time.NewTicker(redrawEvery)
-		defer ticker.Stop()
-		tick = ticker.C
-	}
-	for {
-		select {
-		case <-changed:
-		case <-tick:
-		case err := <-ended:
-			if cmd.Context().Err() != nil {
-				return nil
-			}
-			if err == nil {
-				err = errors.New("the daemon has ended")
-			}
-			return err
-		}
-		rows, err := list(ctx)
-		if err != nil {
-			cancel()
-			<-ended
-			if cmd.Context().Err() != nil {
-				return nil
-			}
-			return err
-		}
-		if terminal {
-			fmt.Fprint(cmd.OutOrStdout(), "\x1b[H\x1b[2J") // home, clear
-		}
-		if jsonWanted {
-			err = writeJSON(cmd.OutOrStdout(), rows)
-		} else {
-			err = t(rows).write(cmd.OutOrStdout())
-		}
-		if err != nil {
-			cancel()
-			<-ended
-			return err
-		}
-	}
 }

@@ -1,6 +1,6 @@
-// Command culvert makes the ports of a VM appear on the host. INTERFACE: one
-// binary that is the daemon (`culvert daemon`) and what people type at it; the
-// commands talk to the daemon by its API alone.
+// Command culvert makes the ports of a VM appear on the host. One binary is both
+// the daemon (`culvert daemon`) and what people type at it; those commands reach
+// the daemon by its API alone.
 package main
 
 import (
@@ -25,15 +25,27 @@ const (
 )
 
 func main() {
-	// A second signal ends the process at once: stop restores the default.
-	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
-	context.AfterFunc(ctx, stop)
-	os.Exit(run(ctx, os.Args[1:], os.Stdout, os.Stderr))
+	// The first signal asks what runs to end, the second to hurry; the third
+	// ends the process as it is.
+	signals := make(chan os.Signal, 3)
+	signal.Notify(signals, os.Interrupt, syscall.SIGTERM)
+	ctx, end := context.WithCancel(context.Background())
+	hurry := make(chan struct{})
+	go func() {
+		<-signals
+		end()
+		<-signals
+		close(hurry)
+		<-signals
+		os.Exit(exitFailed)
+	}()
+	os.Exit(run(ctx, hurry, os.Args[1:], os.Stdout, os.Stderr))
 }
 
-// run runs the command line args and returns the exit code.
-func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
-	root := newRoot()
+// run runs the command line args until ctx ends, with hurry once hurry is
+// closed, and returns the exit code.
+func run(ctx context.Context, hurry <-chan struct{}, args []string, stdout, stderr io.Writer) int {
+	root := newRoot(hurry)
 	root.SetArgs(args)
 	root.SetOut(stdout)
 	root.SetErr(stderr)
@@ -41,10 +53,10 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 	if err == nil {
 		return 0
 	}
-	var failed *failedError
-	if !errors.As(err, &failed) || failed.text != "" {
-		fmt.Fprintf(stderr, "culvert: %v\n", err)
+	if errors.Is(err, context.Canceled) && ctx.Err() != nil {
+		err = &failedError{"interrupted"}
 	}
+	fmt.Fprintf(stderr, "culvert: %v\n", err)
 	return exitCode(err)
 }
 
@@ -67,13 +79,13 @@ type usageError struct{ err error }
 func (e *usageError) Error() string { return e.err.Error() }
 func (e *usageError) Unwrap() error { return e.err }
 
-// A failedError is a failure; with an empty text it has been said already.
+// A failedError is a request that failed, as a sentence.
 type failedError struct{ text string }
 
 func (e *failedError) Error() string { return e.text }
 
 // newRoot returns the whole command.
-func newRoot() *cobra.Command {
+func newRoot(hurry <-chan struct{}) *cobra.Command {
 	root := &cobra.Command{
 		Use:   "culvert",
 		Short: "Makes the ports of a VM appear on the host",
@@ -96,7 +108,7 @@ Exit codes: 0 fine, 1 the request failed, 2 wrong usage, 3 no daemon.`,
 		return &usageError{fmt.Errorf("%w; see `%s --help`", err, cmd.CommandPath())}
 	})
 	root.AddCommand(
-		newDaemon(), newWait(), newPublish(), newUnpublish(), newLs(), newFlows(), newVMs(), newDemo(), newVersion(),
+		newDaemon(hurry), newWait(), newPublish(), newUnpublish(), newLs(), newFlows(), newVMs(), newDemo(), newVersion(),
 	)
 	root.CompletionOptions.HiddenDefaultCmd = false
 	return root
@@ -122,7 +134,9 @@ func defaultSocket() string {
 	}
 	dir := os.Getenv("XDG_RUNTIME_DIR")
 	if dir == "" {
-		dir = filepath.Join(os.TempDir(), fmt.Sprintf("culvert-%d", os.Geteuid()))
+		// Its place where nobody has set it, as under su(1). Never a shared
+		// directory, where another user could be first.
+		dir = fmt.Sprintf("/run/user/%d", os.Geteuid())
 	}
 	return filepath.Join(dir, "culvert", "culvert.sock")
 }

@@ -54,22 +54,34 @@ func writeJSON[T any](w io.Writer, list []T) error {
 
 // A table is a listing for people: aligned columns, one line a row.
 type table struct {
-	head []string
-	rows [][]string
-	// state is the column that is coloured by its word; -1 without.
-	state int
+	head  []string
+	rows  [][]string
+	state int // the column that is coloured by its word
+	// widths are the columns' least widths, and their widths once written: a
+	// table that goes on, headless, fits the one before it.
+	widths   []int
+	headless bool
 }
 
 // gap stands between columns.
 const gap = "   "
 
-// write writes the table. On a terminal the state has a colour (unless
-// NO_COLOR is set), and a line that is too long ends in "…"; elsewhere
-// everything is written whole.
+// write writes the table as fits w: a terminal, with colours unless NO_COLOR is
+// set, or anything else.
 func (t *table) write(w io.Writer) error {
 	width, terminal := terminalWidth(w)
-	colour := terminal && os.Getenv("NO_COLOR") == ""
+	if !terminal {
+		width = 0
+	}
+	_, err := io.WriteString(w, t.text(width, terminal && os.Getenv("NO_COLOR") == ""))
+	return err
+}
+
+// text returns the table's lines. One longer than width ends in "…"; width 0 is
+// for no limit. With colour the state has its own.
+func (t *table) text(width int, colour bool) string {
 	widths := make([]int, len(t.head))
+	copy(widths, t.widths)
 	rows := append([][]string{t.head}, t.rows...)
 	for _, row := range rows {
 		for i := range row {
@@ -77,8 +89,12 @@ func (t *table) write(w io.Writer) error {
 			widths[i] = max(widths[i], utf8.RuneCountInString(row[i]))
 		}
 	}
+	t.widths = widths
 	var out strings.Builder
 	for n, row := range rows {
+		if n == 0 && t.headless {
+			continue
+		}
 		var line strings.Builder
 		start, end := 0, 0 // of the state, in runes
 		at := 0
@@ -98,18 +114,17 @@ func (t *table) write(w io.Writer) error {
 			}
 		}
 		text := []rune(strings.TrimRight(line.String(), " "))
-		if terminal && len(text) > width {
-			text = append(text[:max(width-1, 0)], '…')
+		if width > 0 && len(text) > width {
+			text = append(text[:width-1], '…')
 		}
-		if colour && n > 0 && t.state >= 0 && end <= len(text) {
+		if colour && n > 0 && end <= len(text) {
 			fmt.Fprintf(&out, "%s%s%s\x1b[0m%s\n", string(text[:start]), colourOf(row[t.state]), string(text[start:end]), string(text[end:]))
 			continue
 		}
 		out.WriteString(string(text))
 		out.WriteByte('\n')
 	}
-	_, err := io.WriteString(w, out.String())
-	return err
+	return out.String()
 }
 
 // colourOf returns the escape sequence of a state's colour.

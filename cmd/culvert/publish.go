@@ -35,7 +35,7 @@ func newUnpublish() *cobra.Command {
 			}
 			return rows, err
 		})
-	cmd.Long = "Takes back publishes of `culvert publish`: listeners are closed, their flows reset, and\nthe host ports free when it returns.\n\n" + publishSyntax
+	cmd.Long = "Takes back publishes of `culvert publish`: listeners are closed, their flows reset, and\nthe host ports free when it returns. What is not published is no error.\n\n" + publishSyntax
 	return cmd
 }
 
@@ -62,6 +62,9 @@ func publishCommand(use, short string, call func(*api.Client, context.Context, a
 			}
 			if err := printList(cmd, rows, listenerTable); err != nil {
 				return err
+			}
+			if len(rows) < len(args) && use == "unpublish" {
+				fmt.Fprintf(cmd.ErrOrStderr(), "culvert: %d of %d were not published\n", len(args)-len(rows), len(args))
 			}
 			failed := 0
 			for _, r := range rows {

@@ -45,6 +45,9 @@ func wait(ctx context.Context, c *api.Client, vm, state string, timeout time.Dur
 	var last string // what the VM was like, for the error
 	look := func() error {
 		v, err := findVM(ctx, c, vm)
+		if state == "gone" && last != "" && errors.Is(err, errNoVM) {
+			return errMet // it was there, and a reload has removed it
+		}
 		if err != nil {
 			return err
 		}
@@ -71,12 +74,18 @@ func wait(ctx context.Context, c *api.Client, vm, state string, timeout time.Dur
 		if last == "" {
 			last = "the daemon did not answer"
 		}
+		if vm == "" {
+			return &failedError{fmt.Sprintf("no VM is %s after %s; %s", state, timeout, last)}
+		}
 		return &failedError{fmt.Sprintf("VM %s is not %s after %s; %s", vm, state, timeout, last)}
 	case err != nil:
 		return err
 	}
 	return &failedError{fmt.Sprintf("the daemon has ended while VM %s was waited for", vm)}
 }
+
+// errNoVM says that the daemon has no VM of that name.
+var errNoVM = errors.New("there is no VM named")
 
 // findVM returns the VM of that name, or the only one.
 func findVM(ctx context.Context, c *api.Client, name string) (api.VM, error) {
@@ -92,5 +101,5 @@ func findVM(ctx context.Context, c *api.Client, name string) (api.VM, error) {
 	if name == "" {
 		return api.VM{}, &usageError{fmt.Errorf("there are %d VMs: name one with --vm", len(vms))}
 	}
-	return api.VM{}, &failedError{fmt.Sprintf("there is no VM named %q", name)}
+	return api.VM{}, fmt.Errorf("%w %q", errNoVM, name)
 }

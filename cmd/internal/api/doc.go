@@ -7,7 +7,7 @@
 //	GET /v1/flows                  live flows, an array of Flow
 //	GET /v1/vms                    an array of VM
 //	GET /v1/events                 one Event a line, as they happen
-//	GET /healthz                   200 while every VM is ready, 503 otherwise
+//	GET /healthz                   200 while the daemon serves, and how the VMs are
 //
 // Errors are problem documents (RFC 9457).
 package api

@@ -8,6 +8,7 @@ import (
 	"io"
 	"net"
 	"net/http"
+	"strings"
 	"time"
 )
 
@@ -29,9 +30,9 @@ type Backend interface {
 	// then. An error is the request's: a *Problem to say which status it has.
 	Publish(ctx context.Context, r PublishRequest) ([]Listener, error)
 	Unpublish(ctx context.Context, r PublishRequest) ([]Listener, error)
-	// Events calls emit for every change from now on, until ctx ends or emit
-	// fails.
-	Events(ctx context.Context, emit func(Event) error) error
+	// Events calls emit for every change after it has called started, until ctx
+	// or the daemon ends, or emit fails.
+	Events(ctx context.Context, started func(), emit func(Event) error) error
 }
 
 // A Server serves a Backend on a unix socket.
@@ -51,9 +52,7 @@ func NewServer(b Backend) *Server {
 	mux.HandleFunc("DELETE /v1/publishes", s.publishes(b.Unpublish))
 	mux.HandleFunc("GET /v1/events", s.events)
 	mux.HandleFunc("GET /healthz", s.health)
-	mux.HandleFunc("/", func(w http.ResponseWriter, r *http.Request) {
-		problem(w, &Problem{Status: http.StatusNotFound, Detail: fmt.Sprintf("this daemon has no %s %s", r.Method, r.URL.Path)})
-	})
+	mux.HandleFunc("/", func(w http.ResponseWriter, r *http.Request) { unknown(mux, w, r) })
 	s.http = http.Server{Handler: mux, ReadHeaderTimeout: headerTimeout}
 	return s
 }
@@ -107,6 +106,23 @@ func problem(w http.ResponseWriter, err error) {
 	_ = json.NewEncoder(w).Encode(p)
 }
 
+// unknown answers what nothing of mux serves, and says which methods would be.
+func unknown(mux *http.ServeMux, w http.ResponseWriter, r *http.Request) {
+	p := &Problem{Status: http.StatusNotFound, Detail: fmt.Sprintf("this daemon has no %s", r.URL.Path)}
+	var allowed []string
+	for _, method := range []string{http.MethodGet, http.MethodPut, http.MethodDelete} {
+		if _, pattern := mux.Handler(&http.Request{Method: method, Host: r.Host, URL: r.URL}); pattern != "/" {
+			allowed = append(allowed, method)
+		}
+	}
+	if len(allowed) > 0 {
+		w.Header().Set("Allow", strings.Join(allowed, ", "))
+		p.Status = http.StatusMethodNotAllowed
+		p.Detail = fmt.Sprintf("%s takes %s, not %s", r.URL.Path, strings.Join(allowed, " and "), r.Method)
+	}
+	problem(w, p)
+}
+
 func (s *Server) publishes(do func(context.Context, PublishRequest) ([]Listener, error)) http.HandlerFunc {
 	return func(w http.ResponseWriter, r *http.Request) {
 		req, err := readPublishes(http.MaxBytesReader(w, r.Body, maxBody))
@@ -139,9 +155,10 @@ func readPublishes(body io.Reader) (req PublishRequest, err error) {
 func (s *Server) events(w http.ResponseWriter, r *http.Request) {
 	w.Header().Set("Content-Type", "application/jsonl")
 	flush := http.NewResponseController(w)
-	_ = flush.Flush() // the client knows now that nothing is missed
 	lines := json.NewEncoder(w)
-	_ = s.backend.Events(r.Context(), func(e Event) error {
+	// The headers tell the client that it misses nothing from now on.
+	started := func() { _ = flush.Flush() }
+	_ = s.backend.Events(r.Context(), started, func(e Event) error {
 		if err := lines.Encode(e); err != nil {
 			return err
 		}
@@ -149,23 +166,16 @@ func (s *Server) events(w http.ResponseWriter, r *http.Request) {
 	})
 }
 
-// health answers 200 while every VM is ready, and says of the others why not.
+// health answers 200: it is the daemon's health, and a VM that is switched off
+// is no fault of the daemon. The text says how the VMs are.
 func (s *Server) health(w http.ResponseWriter, _ *http.Request) {
-	status := http.StatusOK
-	text := ""
+	text := "ok\n"
 	for _, vm := range s.backend.VMs() {
-		if vm.State != "ready" {
-			status = http.StatusServiceUnavailable
-		}
 		text += fmt.Sprintf("%s: %s", vm.Name, vm.State)
 		if vm.Detail != "" {
 			text += " (" + vm.Detail + ")"
 		}
 		text += "\n"
 	}
-	if text == "" {
-		text = "no VMs\n"
-	}
-	w.WriteHeader(status)
 	_, _ = io.WriteString(w, text)
 }

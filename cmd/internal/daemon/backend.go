@@ -99,7 +99,11 @@ func (d *Daemon) VMs() []api.VM {
 
 // Publish implements api.Backend.
 func (d *Daemon) Publish(ctx context.Context, r api.PublishRequest) ([]api.Listener, error) {
-	specs, err := d.specs(r)
+	vm, err := d.pick(r.VM)
+	if err != nil {
+		return nil, err
+	}
+	specs, err := parsePublishes(r.Publish, vm)
 	if err != nil {
 		return nil, err
 	}
@@ -114,24 +118,30 @@ func (d *Daemon) Publish(ctx context.Context, r api.PublishRequest) ([]api.Liste
 	return d.rowsOf(owners), nil
 }
 
-// Unpublish implements api.Backend.
+// Unpublish implements api.Backend. What is not published is no error (C-4);
+// what the config publishes is, as its port stays taken.
 func (d *Daemon) Unpublish(ctx context.Context, r api.PublishRequest) ([]api.Listener, error) {
-	specs, err := d.specs(r)
+	vm := r.VM // which a reload may have removed, and left its rows
+	if vm == "" {
+		var err error
+		if vm, err = d.pick(""); err != nil {
+			return nil, err
+		}
+	}
+	specs, err := parsePublishes(r.Publish, vm)
 	if err != nil {
 		return nil, err
 	}
 	var owners []listener.Owner
 	for _, s := range specs {
-		o, ok := d.static.Owner(listener.KindCLI, s)
-		if ok {
+		if o, ok := d.static.Owner(listener.KindCLI, s); ok {
 			owners = append(owners, o)
-			continue
+		} else if _, ok := d.static.Owner(listener.KindConfig, s); ok {
+			return nil, &api.Problem{
+				Status: http.StatusConflict,
+				Detail: fmt.Sprintf("%s is published by the config: take it out there and send SIGHUP", s),
+			}
 		}
-		detail := fmt.Sprintf("nothing is published as %s", s)
-		if _, ok := d.static.Owner(listener.KindConfig, s); ok {
-			detail = fmt.Sprintf("%s is published by the config: take it out there and send SIGHUP", s)
-		}
-		return nil, &api.Problem{Status: http.StatusNotFound, Detail: detail}
 	}
 	rows := d.rowsOf(owners)
 	if _, err := d.static.Remove(ctx, specs...); err != nil {
@@ -155,14 +165,10 @@ func (d *Daemon) rowsOf(owners []listener.Owner) []api.Listener {
 	return rows
 }
 
-// specs reads a request's publishes.
-func (d *Daemon) specs(r api.PublishRequest) ([]listener.Spec, error) {
-	vm, err := d.pick(r.VM)
-	if err != nil {
-		return nil, err
-	}
-	specs := make([]listener.Spec, len(r.Publish))
-	for i, text := range r.Publish {
+// parsePublishes reads a request's publishes.
+func parsePublishes(texts []string, vm string) (specs []listener.Spec, err error) {
+	specs = make([]listener.Spec, len(texts))
+	for i, text := range texts {
 		if specs[i], err = parsePublish(text, vm); err != nil {
 			return nil, &api.Problem{Status: http.StatusBadRequest, Detail: err.Error()}
 		}
@@ -188,22 +194,28 @@ func (d *Daemon) pick(name string) (string, error) {
 }
 
 // Events implements api.Backend.
-func (d *Daemon) Events(ctx context.Context, emit func(api.Event) error) error {
+func (d *Daemon) Events(ctx context.Context, started func(), emit func(api.Event) error) error {
 	vms, cancel := d.vms.Subscribe()
 	defer func() { cancel() }()
 	changed := d.forwarder.Changed()
 	before := index(d.Listeners())
+	started()
 	for {
 		select {
 		case <-ctx.Done():
 			return ctx.Err()
 		case v, ok := <-vms:
 			if !ok {
-				// Too far behind, or the daemon ends.
 				if d.ending.Err() != nil {
 					return nil
 				}
+				// The client is too far behind: it is told how things are now.
 				vms, cancel = d.vms.Subscribe()
+				for _, v := range d.vms.Views() {
+					if err := emit(vmEvent(v)); err != nil {
+						return err
+					}
+				}
 				continue
 			}
 			if err := emit(vmEvent(v)); err != nil {

@@ -4,9 +4,11 @@ import (
 	"bytes"
 	"errors"
 	"fmt"
+	"io"
 	"math"
 	"net/netip"
 	"path/filepath"
+	"reflect"
 	"regexp"
 	"slices"
 	"strconv"
@@ -67,8 +69,8 @@ type VMLink struct {
 	MTU     int
 }
 
-// The file, as it is written. What has a text form of its own stays text until
-// its place in the file can be named.
+// The file, as it is written. Values stay text until their place in the file can
+// be named; a number too, of which the library would drop the fraction.
 type fileConfig struct {
 	API         string       `yaml:"api"`
 	Metrics     string       `yaml:"metrics"`
@@ -92,8 +94,8 @@ type fileTimeouts struct {
 type fileLimits struct {
 	FlowBuffer   string `yaml:"flowBuffer"`
 	TotalBuffers string `yaml:"totalBuffers"`
-	Flows        int    `yaml:"flows"`
-	UDPFlows     int    `yaml:"udpFlows"`
+	Flows        string `yaml:"flows"`
+	UDPFlows     string `yaml:"udpFlows"`
 }
 
 type fileVM struct {
@@ -103,7 +105,7 @@ type fileVM struct {
 	Node6      string   `yaml:"node6"`
 	Gateway    string   `yaml:"gateway"`
 	Gateway6   string   `yaml:"gateway6"`
-	MTU        *int     `yaml:"mtu"`
+	MTU        string   `yaml:"mtu"`
 	QMP        string   `yaml:"qmp"`
 	Docker     any      `yaml:"docker"`
 	Kubernetes any      `yaml:"kubernetes"`
@@ -128,7 +130,7 @@ func defaults(apiSocket string) fileConfig {
 		API:      apiSocket,
 		Log:      LogConfig{Level: "info", Format: "text"},
 		Timeouts: fileTimeouts{Connect: "3s", HalfClose: "1h", UDPIdle: "90s", Drain: "5s", BindRetry: "30s"},
-		Limits:   fileLimits{FlowBuffer: "8MiB", TotalBuffers: "1GiB", Flows: 65536, UDPFlows: 16384},
+		Limits:   fileLimits{FlowBuffer: "8MiB", TotalBuffers: "1GiB", Flows: "65536", UDPFlows: "16384"},
 	}
 }
 
@@ -165,45 +167,82 @@ func ParseConfig(name string, text []byte, o Overrides) (*Config, error) {
 type reader struct {
 	name string
 	text []byte
-	file *ast.File // nil for an empty file
+	file *ast.File
 }
 
 func (r *reader) decode(into *fileConfig) error {
-	if len(bytes.TrimSpace(r.text)) == 0 {
-		return nil
-	}
 	file, err := parser.ParseBytes(r.text, 0)
 	if err != nil {
 		return r.syntax(err)
 	}
 	r.file = file
-	if err := yaml.NewDecoder(bytes.NewReader(r.text), yaml.Strict()).Decode(into); err != nil {
-		return r.syntax(err)
+	for _, doc := range file.Docs[min(1, len(file.Docs)):] {
+		if doc.Body != nil {
+			p := doc.Body.GetToken().Position
+			return r.mark(p.Line, p.Column, errors.New("there is a second document; a config is one"))
+		}
 	}
-	return nil
+	before := *into
+	err = yaml.NewDecoder(bytes.NewReader(r.text), yaml.Strict()).Decode(into)
+	if errors.Is(err, io.EOF) { // there is nothing but comments
+		*into = before // the library clears it
+		return nil
+	}
+	return r.syntax(err)
 }
 
-// syntax gives the YAML library's errors our form.
+// syntax gives the YAML library's errors our form. Nil stays nil.
 func (r *reader) syntax(err error) error {
 	var y yaml.Error
-	if errors.As(err, &y) && y.GetToken() != nil {
-		p := y.GetToken().Position
-		return fmt.Errorf("%s:%d:%d: %s\n%s", r.name, p.Line, p.Column, y.GetMessage(), r.point(p.Line, p.Column))
+	if err == nil || !errors.As(err, &y) || y.GetToken() == nil {
+		return r.mark(0, 0, err)
 	}
-	return fmt.Errorf("%s: %w", r.name, err)
+	said := errors.New(y.GetMessage())
+	var t *yaml.TypeError
+	if errors.As(err, &t) {
+		said = fmt.Errorf("%s is wanted here, not %s", inYAML(t.DstType), inYAML(t.SrcType))
+	}
+	p := y.GetToken().Position
+	return r.mark(p.Line, p.Column, said)
+}
+
+// inYAML names a Go type as the file's author knows it.
+func inYAML(t reflect.Type) string {
+	switch t.Kind() {
+	case reflect.Bool:
+		return "true or false"
+	case reflect.Slice:
+		return "a list"
+	case reflect.Map, reflect.Struct:
+		return "a mapping"
+	case reflect.String:
+		return "a text"
+	}
+	return "a number"
+}
+
+// mark puts the file's name, the place, and the line with a caret to err. Line 0
+// is a place unknown. Nil stays nil.
+func (r *reader) mark(line, column int, err error) error {
+	switch {
+	case err == nil:
+		return nil
+	case line == 0:
+		return fmt.Errorf("%s: %w", r.name, err)
+	}
+	return fmt.Errorf("%s:%d:%d: %w\n%s", r.name, line, column, err, r.point(line, column))
 }
 
 // at says that what stands at path (goccy/go-yaml's, "$.vms[0].node") is wrong.
 func (r *reader) at(path string, err error) error {
-	if r.file != nil {
-		if p, perr := yaml.PathString(path); perr == nil {
-			if node, nerr := p.FilterFile(r.file); nerr == nil && node != nil {
-				pos := node.GetToken().Position
-				return fmt.Errorf("%s:%d:%d: %s: %w\n%s", r.name, pos.Line, pos.Column, path[2:], err, r.point(pos.Line, pos.Column))
-			}
+	err = fmt.Errorf("%s: %w", strings.TrimPrefix(path, "$."), err)
+	if p, perr := yaml.PathString(path); perr == nil {
+		if node, nerr := p.FilterFile(r.file); nerr == nil && node != nil {
+			pos := node.GetToken().Position
+			return r.mark(pos.Line, pos.Column, err)
 		}
 	}
-	return fmt.Errorf("%s: %s: %w", r.name, path[2:], err)
+	return r.mark(0, 0, err) // a default, or the command line's
 }
 
 // point shows a line of the file with a caret under the column, both from 1.
@@ -275,16 +314,31 @@ func (r *reader) limits(f *fileConfig, c *Config) (err error) {
 	if c.Limits.TotalBuffers, err = parseSize(f.Limits.TotalBuffers); err != nil {
 		return r.at("$.limits.totalBuffers", err)
 	}
+	if c.Limits.FlowBuffer > maxWindow {
+		return r.at("$.limits.flowBuffer", fmt.Errorf("%q is more than 1GiB, TCP's largest window", f.Limits.FlowBuffer))
+	}
 	if c.Limits.TotalBuffers < c.Limits.FlowBuffer {
-		return r.at("$.limits.totalBuffers", errors.New("is less than limits.flowBuffer"))
+		return r.at("$.limits.totalBuffers", fmt.Errorf("%q is less than limits.flowBuffer, %q", f.Limits.TotalBuffers, f.Limits.FlowBuffer))
 	}
-	if c.Limits.Flows = f.Limits.Flows; c.Limits.Flows < 1 {
-		return r.at("$.limits.flows", errors.New("is not a positive number"))
+	if c.Limits.Flows, err = parseCount(f.Limits.Flows); err != nil {
+		return r.at("$.limits.flows", err)
 	}
-	if c.Limits.UDPFlows = f.Limits.UDPFlows; c.Limits.UDPFlows < 1 {
-		return r.at("$.limits.udpFlows", errors.New("is not a positive number"))
+	if c.Limits.UDPFlows, err = parseCount(f.Limits.UDPFlows); err != nil {
+		return r.at("$.limits.udpFlows", err)
 	}
 	return nil
+}
+
+// maxWindow is 65535 scaled by 2^14 (RFC 7323, 2.2), to the next power of two.
+const maxWindow = 1 << 30
+
+// parseCount reads a number of things: 1 to 2^31-1.
+func parseCount(s string) (int, error) {
+	n, err := strconv.ParseUint(s, 10, 31)
+	if err != nil || n == 0 {
+		return 0, fmt.Errorf("%q is not a whole number from 1", s)
+	}
+	return int(n), nil
 }
 
 // parseSize reads "8MiB", "64KiB", "1GiB" or a number of bytes.
@@ -397,9 +451,9 @@ func (r *reader) link(path string, f *fileVM, vm *VMConfig) error {
 		}
 		return r.at(path+key, err)
 	}
-	if f.MTU != nil {
-		if vm.MTU = *f.MTU; vm.MTU < minMTU || vm.MTU > maxMTU {
-			return r.at(path+".mtu", fmt.Errorf("%d is not between %d and %d", vm.MTU, minMTU, maxMTU))
+	if f.MTU != "" {
+		if vm.MTU, err = strconv.Atoi(f.MTU); err != nil || vm.MTU < minMTU || vm.MTU > maxMTU {
+			return r.at(path+".mtu", fmt.Errorf("%q is not a whole number between %d and %d", f.MTU, minMTU, maxMTU))
 		}
 	}
 	return nil
@@ -469,8 +523,12 @@ func (c *Config) override(o Overrides, publish []string, r *reader) error {
 		}})
 	}
 	add := func(text string) error {
-		if len(c.VMs) != 1 {
-			return fmt.Errorf("publish %q names no VM, and there are %d", text, len(c.VMs))
+		switch len(c.VMs) {
+		case 1:
+		case 0:
+			return fmt.Errorf("publish %q leads nowhere: there is no VM", text)
+		default:
+			return fmt.Errorf("publish %q names no VM, and there are %d: put it under one of vms", text, len(c.VMs))
 		}
 		spec, err := parsePublish(text, c.VMs[0].Name)
 		if err != nil {

@@ -25,6 +25,16 @@ func TestConfigDefaults(t *testing.T) {
 	assert.Equal(t, 1500, c.VMs[0].MTU)
 }
 
+// TestConfigEmpty is a file that says nothing, in each way there is.
+func TestConfigEmpty(t *testing.T) {
+	for _, text := range []string{"", "\n", "# nothing\n", "---\n", "timeouts:\n", "vms: []\n"} {
+		c, err := ParseConfig("c.yaml", []byte(text), over)
+		require.NoError(t, err, "%q", text)
+		assert.Empty(t, c.VMs)
+		assert.Equal(t, 65536, c.Limits.Flows)
+	}
+}
+
 func TestConfigWhole(t *testing.T) {
 	c, err := ParseConfig("c.yaml", []byte(`
 api: /tmp/c.sock
@@ -70,15 +80,23 @@ func TestConfigErrors(t *testing.T) {
 	for _, c := range []struct{ text, at, want string }{
 		{"nonsense: 1", "1:1", "unknown field"},
 		{"vms:\n- atach: memory", "2:3", "unknown field"},
-		{"exposeToLAN: perhaps", "1:14", "bool"},
-		{"limits: {flows: many}", "1:17", "int"},
+		{"exposeToLAN: perhaps", "1:14", "true or false is wanted here, not a text"},
+		{"limits: {flows: many}", "1:17", "not a whole number"},
 		{"timeouts: {connect: soon}", "1:21", "not a positive duration"},
 		{"timeouts: {connect: 0s}", "1:21", "not a positive duration"},
 		{"timeouts: {drain: -1s}", "1:19", "not a positive duration"},
 		{"limits: {flowBuffer: 8MB}", "1:22", "not a size"},
 		{"limits: {flowBuffer: 1KiB}", "1:22", "less than 64KiB"},
-		{"limits: {totalBuffers: 1MiB}", "1:24", "less than limits.flowBuffer"},
-		{"limits: {flows: 0}", "1:17", "positive"},
+		{"limits: {totalBuffers: 1MiB}", "1:24", "less than limits.flowBuffer, \"8MiB\""},
+		{"limits: {flows: 0}", "1:17", "not a whole number"},
+		{"limits: {udpFlows: 1.5}", "1:20", "not a whole number"},
+		{"limits: {flowBuffer: 2GiB, totalBuffers: 4GiB}", "1:22", "more than 1GiB"},
+		{"api: [a]", "1:6", "a text is wanted here, not a list"},
+		{"vms: {name: a}", "1:6", "sequence is expected"},
+		{"api: /a\napi: /b", "2:1", "already defined"},
+		{"api: /a\n---\napi: /b", "3:4", "second document"},
+		{"publish: ['1:1']", "1:11", "there is no VM"},
+		{"vms:\n- {attach: memory, mtu: 1500.5}", "2:25", "not a whole number"},
 		{"log: {level: loud}", "1:14", "none of debug"},
 		{"log: {format: xml}", "1:15", "neither text nor json"},
 		{"api: " + long, "1:6", "at most 107"},

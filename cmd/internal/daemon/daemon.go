@@ -32,6 +32,9 @@ type Options struct {
 	// where there is none.
 	Reload func() (*Config, error)
 	Hangup <-chan os.Signal
+	// Hurry, once closed, ends the drain of a daemon that is ending. Nil where
+	// nobody hurries it.
+	Hurry <-chan struct{}
 	// Memory gives the attachments of VMs with a memory spec; nil without.
 	Memory func(context.Context) (datapath.Attachment, error)
 	// Started is called when the daemon serves, if not nil.
@@ -56,7 +59,7 @@ type Daemon struct {
 }
 
 // Run runs a daemon until ctx ends, and returns nil then. Any error is one of
-// the start: nothing is left of it.
+// the start, or of what could not be removed at the end; nothing else is left.
 func Run(ctx context.Context, c *Config, o Options) (err error) {
 	socket, claim, err := claimSocket(c.API)
 	if err != nil {
@@ -100,9 +103,7 @@ func Run(ctx context.Context, c *Config, o Options) (err error) {
 		end()
 		stopLoop()
 		running.Wait()
-		drain, hurry := context.WithTimeout(context.Background(), c.Timeouts.Drain+time.Second)
-		defer hurry()
-		d.forwarder.Shutdown(drain)
+		d.drain(o.Hurry)
 		d.vms.Close()
 		grace, cancel := context.WithTimeout(context.Background(), apiGrace)
 		defer cancel()
@@ -112,6 +113,9 @@ func Run(ctx context.Context, c *Config, o Options) (err error) {
 	if err := d.start(ctx, c); err != nil {
 		stop()
 		_ = socket.Close()
+		if ctx.Err() != nil {
+			return nil // it was told to end before it had begun
+		}
 		return err
 	}
 	var serving sync.WaitGroup
@@ -130,6 +134,25 @@ func Run(ctx context.Context, c *Config, o Options) (err error) {
 	stop()
 	serving.Wait()
 	return nil
+}
+
+// drain stops accepting and lets flows end by themselves, for timeouts.drain or
+// until hurry is closed.
+func (d *Daemon) drain(hurry <-chan struct{}) {
+	ctx, cancel := context.WithCancel(context.Background())
+	defer cancel()
+	drained := make(chan struct{})
+	go func() {
+		defer close(drained)
+		d.forwarder.Shutdown(ctx)
+	}()
+	select {
+	case <-drained:
+	case <-hurry:
+		d.log.Info("hurrying")
+		cancel()
+		<-drained
+	}
 }
 
 // claimSocket opens the API's socket, for this process alone.
