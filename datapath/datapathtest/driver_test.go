@@ -426,6 +426,161 @@ func TestScribble(t *testing.T) {
 	assert.Greater(t, len(outcomes), 3, "the driver was hostile enough to be seen")
 }
 
+// TestMove: what was pending is found in the ring's new place, by a device that
+// was told; one that goes on in the old place finds it corrupt.
+func TestMove(t *testing.T) {
+	for _, f := range features {
+		t.Run(name(f), func(t *testing.T) {
+			d := newDriver(testMemory(), 16, f, 65530, 2)
+			q := mustQueue(t, d)
+			gpa := d.mem.Alloc(64, 1)
+			for range 10 {
+				_, err := d.Add([]Span{{gpa, 64}}, nil)
+				require.NoError(t, err)
+			}
+			d.Publish()
+			var c virtqueue.Chain
+			for range 4 {
+				ok, err := q.Pop(&c)
+				require.NoError(t, err)
+				require.True(t, ok)
+				q.Push(c.Head, 0)
+			}
+			q.Flush()
+			before := d.Vring()
+			d.Move()
+			assert.NotSame(t, &before.Used[0], &d.Vring().Used[0])
+
+			moved, err := virtqueue.New(d.mem, d.Vring(), f, q.Next())
+			require.NoError(t, err)
+			for range 6 {
+				ok, err := moved.Pop(&c)
+				require.NoError(t, err)
+				require.True(t, ok)
+				require.Equal(t, 64, c.ReadableLen)
+				moved.Push(c.Head, 0)
+			}
+			moved.Flush()
+			for range 10 {
+				_, _, ok, err := d.TakeUsed()
+				require.NoError(t, err)
+				require.True(t, ok)
+			}
+			assert.Zero(t, d.Pending())
+			assert.EqualValues(t, 16, d.Free())
+
+			var errOld error
+			for ok := true; ok; { // it may still know of chains, all of them bad
+				ok, errOld = q.Pop(&c)
+				require.Error(t, errOld)
+			}
+			assert.ErrorIs(t, errOld, virtqueue.ErrCorrupt)
+		})
+	}
+}
+
+// TestDriverKicks: the driver kicks when it is asked to, and only then; and, when
+// told to misbehave, as often as it is told, or never.
+func TestDriverKicks(t *testing.T) {
+	for _, f := range features {
+		t.Run(name(f), func(t *testing.T) {
+			d := NewDriver(testMemory(), 16, f, 65534)
+			q := mustQueue(t, d)
+			kicks := 0
+			d.Kick = func() { kicks++ }
+			gpa := d.mem.Alloc(64, 1)
+			add := func(n int) bool {
+				for range n {
+					_, err := d.Add([]Span{{gpa, 64}}, nil)
+					require.NoError(t, err)
+				}
+				return d.Publish()
+			}
+			var c virtqueue.Chain
+			drain := func() {
+				for {
+					ok, err := q.Pop(&c)
+					require.NoError(t, err)
+					if !ok {
+						break
+					}
+					q.Push(c.Head, 0)
+				}
+				q.Flush()
+				for {
+					_, _, ok, err := d.TakeUsed()
+					require.NoError(t, err)
+					if !ok {
+						break
+					}
+				}
+			}
+			for range 5 {
+				require.False(t, q.EnableKicks())
+				assert.False(t, d.Publish(), "nothing to tell")
+				assert.True(t, add(3))
+				q.DisableKicks()
+				assert.False(t, add(2))
+				drain()
+			}
+			assert.Equal(t, 5, kicks)
+
+			d.KickStorm(1000)
+			assert.Equal(t, 1005, kicks)
+			require.False(t, q.EnableKicks(), "a kick is no chain")
+
+			d.Kick = nil
+			assert.False(t, add(1))
+			assert.True(t, q.EnableKicks(), "it is there, all the same")
+			drain()
+
+			// And the other way round.
+			d.DisableCalls()
+			add(2)
+			ok, err := q.Pop(&c)
+			require.NoError(t, err)
+			require.True(t, ok)
+			q.Push(c.Head, 0)
+			assert.False(t, q.Flush())
+			assert.True(t, d.EnableCalls(), "there is one")
+			drain()
+			assert.False(t, d.EnableCalls())
+			add(1)
+			_, _ = q.Pop(&c)
+			q.Push(c.Head, 0)
+			assert.True(t, q.Flush())
+		})
+	}
+}
+
+// TestDriverNotices: what a device must not do, the driver reports.
+func TestDriverNotices(t *testing.T) {
+	for _, test := range []struct {
+		name string
+		do   func(q *virtqueue.Queue, head uint16)
+		want string
+	}{
+		{"not a head", func(q *virtqueue.Queue, head uint16) { q.Push(head^1, 0) }, "is not a head"},
+		{"no descriptor", func(q *virtqueue.Queue, _ uint16) { q.Push(0xffff, 0) }, "is not a head"},
+		{"twice", func(q *virtqueue.Queue, head uint16) { q.Push(head, 0); q.Push(head, 0) }, "is 2 ahead"},
+		{"too many bytes", func(q *virtqueue.Queue, head uint16) { q.Push(head, 9) }, "9 bytes written to a chain of 8"},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			d := NewDriver(testMemory(), 16, virtqueue.Features{}, 0)
+			q := mustQueue(t, d)
+			gpa := d.mem.Alloc(8, 1)
+			head, err := d.Add(nil, []Span{{gpa, 8}})
+			require.NoError(t, err)
+			d.Publish()
+			test.do(q, head)
+			q.Flush()
+			_, _, ok, err := d.TakeUsed()
+			assert.False(t, ok)
+			assert.ErrorContains(t, err, test.want)
+		})
+	}
+}
+
 // TestFB125_Stress: driver and device in two goroutines, both asleep whenever
 // they find nothing, woken only by the kicks and calls that the rules ask for.
 // One lost wake-up and both sleep for ever. Each chain carries its number, which
