@@ -143,8 +143,18 @@ func (s *Server) publishes(do func(context.Context, PublishRequest) ([]Listener,
 func readPublishes(body io.Reader) (req PublishRequest, err error) {
 	d := json.NewDecoder(body)
 	d.DisallowUnknownFields()
-	if err := d.Decode(&req); err != nil {
-		return req, &Problem{Status: http.StatusBadRequest, Detail: "request body: " + err.Error()}
+	err = d.Decode(&req)
+	if err == nil {
+		if _, more := d.Token(); more != io.EOF {
+			err = errors.New("there is more after the request")
+		}
+	}
+	if err != nil {
+		p := &Problem{Status: http.StatusBadRequest, Detail: "request body: " + err.Error()}
+		if tooLarge := (*http.MaxBytesError)(nil); errors.As(err, &tooLarge) {
+			p.Status = http.StatusRequestEntityTooLarge
+		}
+		return req, p
 	}
 	if len(req.Publish) == 0 {
 		return req, &Problem{Status: http.StatusBadRequest, Detail: `request body: "publish" names nothing`}

@@ -1,0 +1,254 @@
+package api
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"io"
+	"net"
+	"net/http"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+)
+
+// A fake answers with what its fields say.
+type fake struct {
+	rows    []Listener
+	err     error
+	asked   PublishRequest
+	started chan struct{} // Events waits for it before it calls started
+	events  chan Event
+}
+
+func (f *fake) Listeners() []Listener { return f.rows }
+func (f *fake) Flows() []Flow         { return nil }
+func (f *fake) VMs() []VM             { return []VM{{Name: "vm1", State: "gone", Detail: "QEMU closed the connection"}} }
+
+func (f *fake) Publish(_ context.Context, r PublishRequest) ([]Listener, error) {
+	f.asked = r
+	return f.rows, f.err
+}
+
+func (f *fake) Unpublish(ctx context.Context, r PublishRequest) ([]Listener, error) {
+	return f.Publish(ctx, r)
+}
+
+func (f *fake) Events(ctx context.Context, started func(), emit func(Event) error) error {
+	<-f.started
+	started()
+	for {
+		select {
+		case e, ok := <-f.events:
+			if !ok {
+				return nil
+			}
+			if err := emit(e); err != nil {
+				return err
+			}
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+}
+
+// tempSocket is a path for a socket; t.TempDir's can be too long.
+func tempSocket(t *testing.T) string {
+	t.Helper()
+	dir, err := os.MkdirTemp("", "culvert")
+	require.NoError(t, err)
+	t.Cleanup(func() { _ = os.RemoveAll(dir) })
+	return filepath.Join(dir, "api.sock")
+}
+
+// serve serves b until the test ends, and returns a client.
+func serve(t *testing.T, b Backend) *Client {
+	t.Helper()
+	socket := tempSocket(t)
+	l, err := net.Listen("unix", socket)
+	require.NoError(t, err)
+	s := NewServer(b)
+	served := make(chan error, 1)
+	go func() { served <- s.Serve(l) }()
+	c := NewClient(socket)
+	t.Cleanup(func() {
+		c.Close()
+		ctx, cancel := context.WithTimeout(context.Background(), 10*time.Millisecond)
+		defer cancel()
+		s.Shutdown(ctx)
+		assert.NoError(t, <-served)
+	})
+	return c
+}
+
+func TestLists(t *testing.T) {
+	c := serve(t, &fake{})
+	rows, err := c.Listeners(t.Context())
+	require.NoError(t, err)
+	assert.NotNil(t, rows, "an empty list is a list")
+	flows, err := c.Flows(t.Context())
+	require.NoError(t, err)
+	assert.Empty(t, flows)
+	vms, err := c.VMs(t.Context())
+	require.NoError(t, err)
+	assert.Equal(t, "vm1", vms[0].Name)
+}
+
+func TestPublishes(t *testing.T) {
+	f := &fake{rows: []Listener{{VM: "vm1", Since: Time{time.Unix(1, 5).UTC()}}}}
+	c := serve(t, f)
+	for _, call := range []func(context.Context, PublishRequest) ([]Listener, error){c.Publish, c.Unpublish} {
+		f.asked = PublishRequest{}
+		want := PublishRequest{VM: "vm1", Publish: []string{"8080:80"}}
+		rows, err := call(t.Context(), want)
+		require.NoError(t, err)
+		assert.Equal(t, f.rows, rows)
+		assert.Equal(t, want, f.asked)
+	}
+	f.err = &Problem{Status: http.StatusConflict, Detail: "no"}
+	_, err := c.Unpublish(t.Context(), f.asked)
+	var p *Problem
+	require.ErrorAs(t, err, &p)
+	assert.Equal(t, Problem{Title: "Conflict", Status: 409, Detail: "no"}, *p)
+	f.err = errors.New("broken")
+	_, err = c.Unpublish(t.Context(), f.asked)
+	require.ErrorAs(t, err, &p)
+	assert.Equal(t, 500, p.Status)
+	assert.EqualError(t, err, "broken")
+}
+
+// TestProblems speaks to the API with what no client of ours sends.
+func TestProblems(t *testing.T) {
+	c := serve(t, &fake{})
+	for _, r := range []struct {
+		method, path, body string
+		status             int
+		want               string
+	}{
+		{"GET", "/v1/nothing", "", 404, "/v1/nothing"},
+		{"POST", "/v1/publishes", "{}", 405, "PUT and DELETE"},
+		{"PUT", "/v1/vms", "{}", 405, "takes GET"},
+		{"PUT", "/v1/publishes", "", 400, "request body"},
+		{"PUT", "/v1/publishes", "null", 400, "names nothing"},
+		{"PUT", "/v1/publishes", `{"publish":[]}`, 400, "names nothing"},
+		{"PUT", "/v1/publishes", `{"publish":"8080:80"}`, 400, "request body"},
+		{"PUT", "/v1/publishes", `{"publish":["8080:80"],"nonsense":1}`, 400, "nonsense"},
+		{"PUT", "/v1/publishes", `{"publish":["8080:80"]} and more`, 400, "after"},
+		{"PUT", "/v1/publishes", `{"publish":["` + strings.Repeat("x", 2<<20) + `"]}`, 413, "too large"},
+	} {
+		req, err := http.NewRequestWithContext(t.Context(), r.method, "http://culvert"+r.path, strings.NewReader(r.body))
+		require.NoError(t, err)
+		resp, err := c.http.Do(req)
+		require.NoError(t, err)
+		body, err := io.ReadAll(resp.Body)
+		require.NoError(t, err)
+		_ = resp.Body.Close()
+		what := r.method + " " + r.path + ": " + string(body)
+		assert.Equal(t, r.status, resp.StatusCode, what)
+		assert.Contains(t, string(body), r.want, what)
+		assert.Equal(t, "application/problem+json", resp.Header.Get("Content-Type"), what)
+		assert.Equal(t, r.status == 405, resp.Header.Get("Allow") != "", what)
+	}
+}
+
+// TestHealth is the daemon's own, whatever its VMs are like.
+func TestHealth(t *testing.T) {
+	c := serve(t, &fake{})
+	resp, err := c.do(t.Context(), http.MethodGet, "/healthz", nil)
+	require.NoError(t, err)
+	defer resp.Body.Close()
+	text, err := io.ReadAll(resp.Body)
+	require.NoError(t, err)
+	assert.Equal(t, "ok\nvm1: gone (QEMU closed the connection)\n", string(text))
+}
+
+// TestEventsMissNothing has a backend that is slow to begin: a client is told
+// that it misses nothing when that is so, and not when the daemon has heard it.
+func TestEventsMissNothing(t *testing.T) {
+	f := &fake{started: make(chan struct{}), events: make(chan Event, 1)}
+	c := serve(t, f)
+	follows := make(chan struct{})
+	got := make(chan Event, 1)
+	ended := make(chan error, 1)
+	go func() {
+		ended <- c.Events(t.Context(), func() error { close(follows); return nil }, func(e Event) error { got <- e; return nil })
+	}()
+	// A server that answers before its backend has begun does so now.
+	_, err := c.Listeners(t.Context())
+	require.NoError(t, err)
+	select {
+	case <-follows:
+		assert.Fail(t, "told too early")
+	default:
+	}
+	close(f.started)
+	<-follows
+	want := Event{Kind: "vm.ready", VM: "vm1", At: Time{time.Unix(1, 0).UTC()}}
+	f.events <- want
+	assert.Equal(t, want, <-got)
+	close(f.events)
+	assert.NoError(t, <-ended, "the daemon's end is no error")
+}
+
+// TestEventsEnd is a follower that has enough, and one that is interrupted.
+func TestEventsEnd(t *testing.T) {
+	f := &fake{started: make(chan struct{}), events: make(chan Event, 1)}
+	close(f.started)
+	f.events <- Event{}
+	c := serve(t, f)
+	enough := errors.New("enough")
+	assert.ErrorIs(t, c.Events(t.Context(), func() error { return nil }, func(Event) error { return enough }), enough)
+	assert.ErrorIs(t, c.Events(t.Context(), func() error { return enough }, nil), enough)
+	ctx, cancel := context.WithCancel(t.Context())
+	assert.ErrorIs(t, c.Events(ctx, func() error { cancel(); return nil }, nil), context.Canceled)
+}
+
+func TestNoDaemon(t *testing.T) {
+	socket := tempSocket(t)
+	c := NewClient(socket)
+	says := func(want string) {
+		_, err := c.VMs(t.Context())
+		var no *NoDaemonError
+		require.ErrorAs(t, err, &no)
+		assert.Contains(t, err.Error(), want)
+		assert.Contains(t, err.Error(), socket)
+	}
+	says("nothing is there")
+	l, err := net.ListenUnix("unix", &net.UnixAddr{Name: socket, Net: "unix"})
+	require.NoError(t, err)
+	l.SetUnlinkOnClose(false)
+	require.NoError(t, l.Close())
+	says("left over")
+}
+
+func TestTime(t *testing.T) {
+	for text, want := range map[string]Time{`""`: {}, `"2026-01-02T15:04:05.5Z"`: {time.Date(2026, 1, 2, 15, 4, 5, 5e8, time.UTC)}} {
+		b, err := json.Marshal(want)
+		require.NoError(t, err)
+		assert.Equal(t, text, string(b))
+		got := Time{time.Unix(0, 0)}
+		require.NoError(t, json.Unmarshal(b, &got))
+		assert.Equal(t, want, got)
+	}
+	assert.Error(t, json.Unmarshal([]byte(`"yesterday"`), new(Time)))
+}
+
+// FuzzReadPublishes: a request or an error, never both.
+func FuzzReadPublishes(f *testing.F) {
+	f.Add(`{"vm":"a","publish":["8080:80"]}`)
+	f.Add(`{"publish":[]}`)
+	f.Fuzz(func(t *testing.T, body string) {
+		r, err := readPublishes(strings.NewReader(body))
+		if err == nil && len(r.Publish) == 0 {
+			t.Fatalf("%q asks for nothing", body)
+		}
+		if p := new(Problem); err != nil && (!errors.As(err, &p) || p.Status < 400) {
+			t.Fatalf("%q: %v", body, err)
+		}
+	})
+}
