@@ -64,7 +64,14 @@ func (d *device) removeMemory(r region) error {
 // stays as it is until it comes back: front-ends replace a region by taking it
 // away first.
 func (d *device) remap(change func() error) error {
+	err := d.remapLocked(change)
+	d.lookAgain()
+	return err
+}
+
+func (d *device) remapLocked(change func() error) error {
 	d.mu.Lock()
+	defer d.mu.Unlock() // a fault may come in between
 	for _, r := range d.rings {
 		if r.queue != nil {
 			r.base = r.queue.Next()
@@ -77,8 +84,6 @@ func (d *device) remap(change func() error) error {
 			_ = r.open(&d.mem, r.base)
 		}
 	}
-	d.mu.Unlock()
-	d.lookAgain()
 	return err
 }
 
@@ -150,20 +155,18 @@ func (d *device) start(i, fd int, features uint64) error {
 		}
 	}
 	d.stop(i)
-	d.mu.Lock()
-	err := d.startLocked(d.rings[i], kick, features)
-	d.mu.Unlock()
-	if err != nil {
-		if kick != nil {
-			err = errors.Join(err, kick.Close())
-		}
-		return err
+	err := d.startRing(d.rings[i], kick, features)
+	if err != nil && kick != nil {
+		err = errors.Join(err, kick.Close())
 	}
 	d.lookAgain()
-	return nil
+	return err
 }
 
-func (d *device) startLocked(r *vring, kick *eventfd.Kick, features uint64) error {
+func (d *device) startRing(r *vring, kick *eventfd.Kick, features uint64) (err error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	defer caught(&err) // here: the kick has no other owner yet
 	if r.num == 0 || r.addr == nil {
 		return fmt.Errorf("start ring %d: its size or its place has not been said", r.index)
 	}

@@ -53,7 +53,7 @@ func (c config) queueFeatures() virtqueue.Features {
 // the start of its physical address space and the second above 4 GiB. The
 // front-end's addresses of it are as good as any.
 const (
-	lowSize  = 1 << 20 // rings, and some of the buffers
+	lowSize  = 256 << 10 // rings, and some of the buffers
 	highGPA  = 1 << 32
 	userBase = 0x7f00_0000_0000
 	txBufs   = 64

@@ -7,6 +7,7 @@ import (
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	"golang.org/x/sys/unix"
 
 	"github.com/culvertnet/culvert/datapath"
 	"github.com/culvertnet/culvert/datapath/datapathtest"
@@ -322,7 +323,7 @@ func FuzzSession(f *testing.F) {
 				case 1:
 					fds = append(fds, mustEventfd(t))
 				case 2:
-					fds = append(fds, mustMemfd(t, 1<<16))
+					fds = append(fds, mustGuest(t))
 				case 3:
 					fds = append(fds, mustMemfd(t, 100))
 				}
@@ -333,6 +334,23 @@ func FuzzSession(f *testing.F) {
 		s.dev.close(datapath.ErrPeerGone)
 		require.Equal(t, before, countFDs(t), "descriptors")
 	})
+}
+
+// mustGuest makes a file of guest memory with a ring of 8 descriptors, buffers to
+// read and to write in turn, four of which are available.
+func mustGuest(t *testing.T) int {
+	fd := mustMemfd(t, 1<<16)
+	var table []byte
+	for i := range 8 {
+		d := append(u64s(0x8000+0x400*uint64(i)), u32s(0x400)...)
+		d = binary.LittleEndian.AppendUint16(d, 2*uint16(i%2)) // WRITE
+		table = append(table, binary.LittleEndian.AppendUint16(d, 0)...)
+	}
+	_, err := unix.Pwrite(fd, table, 0)
+	require.NoError(t, err)
+	_, err = unix.Pwrite(fd, []byte{0, 0, 4, 0, 0, 0, 1, 0, 2, 0, 3, 0}, 0x2000)
+	require.NoError(t, err)
+	return fd
 }
 
 // useAttachment moves frames through the rings as they are, without waiting.

@@ -1,0 +1,5 @@
+//go:build !race
+
+package vhostuser
+
+const race = false
