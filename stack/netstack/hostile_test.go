@@ -333,3 +333,42 @@ func TestProbeHearsTraffic(t *testing.T) {
 		}
 	}
 }
+
+// TestC47_SmallFrameHoldsNoLongOnesMemory: on a transport that knows lengths, a
+// long frame that is dropped leaves its loan to the next, small one, which must
+// not keep it.
+func TestC47_SmallFrameHoldsNoLongOnesMemory(t *testing.T) {
+	g := newRawGuest(t, memory.Options{})
+	in := newInbound(g.host.link, nil, &sink{})
+	defer in.release()
+	for _, n := range []int{headSize + 1, 1000, 20000} {
+		in.lent = 0
+		in.lend(65000) // of a frame that was dropped
+		in.lent = 0
+		in.lend(headSize + n)
+		kept := in.loans[0].keepBody(n)
+		assert.LessOrEqual(t, kept.Capacity(), max(2*n, 64), "what %d bytes hold", n)
+		kept.Release()
+	}
+}
+
+// TestFB142_ForgedPacketTooBig: a claim that the path takes next to nothing is
+// dropped, one that a path can have is not.
+func TestFB142_ForgedPacketTooBig(t *testing.T) {
+	g := newRawGuest(t, memory.Options{})
+	g.settle()
+	own, node := netip.AddrPortFrom(hostAddr.Addr(), 80), netip.AddrPortFrom(guestAddr.Addr(), 1000)
+	for mtu, dropped := range map[uint16]uint64{0: 1, 68: 1, 575: 1, 576: 0, 1280: 0} {
+		before := g.host.Stats().Link.Drops(datapath.DropBadHeader)
+		b := g.udpFrame(node, own, make([]byte, 28))
+		b[23] = uint8(header.ICMPv4ProtocolNumber)
+		icmp := b[34:]
+		icmp[0], icmp[1], icmp[6], icmp[7] = 3, 4, byte(mtu>>8), byte(mtu)
+		ip := header.IPv4(b[14:])
+		ip.SetChecksum(0)
+		ip.SetChecksum(^ip.CalculateChecksum())
+		g.send(b, virtio.NetHdr{})
+		g.settle()
+		assert.Equal(t, before+dropped, g.host.Stats().Link.Drops(datapath.DropBadHeader), "MTU %d", mtu)
+	}
+}

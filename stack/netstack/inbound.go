@@ -1,6 +1,8 @@
 package netstack
 
 import (
+	"encoding/binary"
+
 	"github.com/culvertnet/culvert/datapath"
 	"github.com/culvertnet/culvert/datapath/virtio"
 	"gvisor.dev/gvisor/pkg/buffer"
@@ -21,10 +23,9 @@ const (
 	bodySize = 64 << 10
 	// udpChecksumOffset is where UDP keeps its checksum (RFC 768).
 	udpChecksumOffset = 6
-	// copyBreak is the longest body that is copied to a chunk of its own size
-	// so that the 64 KiB it was read into serve again. Longer ones keep theirs:
-	// so a byte of payload never holds more than two of memory.
-	copyBreak = bodySize / 2
+	// minFragmentMTU is the least MTU that is believed of a path: what every
+	// host takes whole (RFC 791). Less would make crumbs of a flow.
+	minFragmentMTU = 576
 )
 
 // A loan is the memory lent for one frame.
@@ -179,6 +180,11 @@ func (in *inbound) check4(h *virtio.NetHdr, head, body []byte) (datapath.DropRea
 	if reason, ok := in.link.filter.check(addrs4(ip)); !ok {
 		return reason, false
 	}
+	if ip.TransportProtocol() == header.ICMPv4ProtocolNumber && ip.FragmentOffset() == 0 {
+		if reason, ok := checkICMP(head[min(len(head), header.EthernetMinimumSize+hlen):]); !ok {
+			return reason, false
+		}
+	}
 	if !in.link.rxCSum {
 		return 0, true // gVisor verifies every one itself
 	}
@@ -231,6 +237,17 @@ func (in *inbound) check4(h *virtio.NetHdr, head, body []byte) (datapath.DropRea
 	return 0, true
 }
 
+// checkICMP drops a claim that a packet was too big for a path that no path has
+// (RFC 1191: type 3, code 4, next-hop MTU in the last two of eight bytes; 0 is
+// of routers older than that). gVisor verifies the checksum, whatever the link
+// says.
+func checkICMP(icmp []byte) (datapath.DropReason, bool) {
+	if len(icmp) >= 8 && icmp[0] == 3 && icmp[1] == 4 && binary.BigEndian.Uint16(icmp[6:]) < minFragmentMTU {
+		return datapath.DropBadHeader, false
+	}
+	return 0, true
+}
+
 // deliver hands the frame of n bytes in l to the stack, which keeps its memory.
 func (in *inbound) deliver(proto tcpip.NetworkProtocolNumber, n int, l *loan) {
 	head := l.head
@@ -249,9 +266,12 @@ func (in *inbound) deliver(proto tcpip.NetworkProtocolNumber, n int, l *loan) {
 	pkt.DecRef()
 }
 
-// keepBody returns a view of the body's first n bytes that the stack may keep.
+// keepBody returns a view of the body's first n bytes that the stack may keep: in
+// the memory they were read into, unless that is more than twice as much. So a
+// byte of payload never holds more than two, and a guest cannot have small
+// frames hold the memory lent for a long one that was dropped.
 func (l *loan) keepBody(n int) *buffer.View {
-	if n <= copyBreak && l.body.Size() == bodySize {
+	if 2*n <= l.body.Capacity() {
 		return buffer.NewViewWithData(l.segs[1][:n])
 	}
 	body := l.body
