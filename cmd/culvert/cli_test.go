@@ -162,6 +162,8 @@ func TestExitCodes(t *testing.T) {
 		{"ls --owner nobody --api " + socket, 2, "nobody"},
 		{"ls a b --api " + socket, 2, "--help"},
 		{"frobnicate", 2, "frobnicate"},
+		{"completion", 2, "zsh"},
+		{"completion ksh", 2, "ksh"},
 		{"ls --frobnicate", 2, "--frobnicate"},
 		{"publish --api " + socket, 2, "at least 1"},
 		{"publish 70000:80 --api " + socket, 2, "70000"},

@@ -11,6 +11,7 @@ import (
 	"os"
 	"os/signal"
 	"path/filepath"
+	"strings"
 	"syscall"
 
 	"github.com/culvertnet/culvert/cmd/internal/api"
@@ -45,10 +46,8 @@ func main() {
 // run runs the command line args until ctx ends, with hurry once hurry is
 // closed, and returns the exit code.
 func run(ctx context.Context, hurry <-chan struct{}, args []string, stdout, stderr io.Writer) int {
-	root := newRoot(hurry)
+	root := newRoot(hurry, stdout, stderr)
 	root.SetArgs(args)
-	root.SetOut(stdout)
-	root.SetErr(stderr)
 	err := root.ExecuteContext(ctx)
 	if err == nil {
 		return 0
@@ -85,7 +84,7 @@ type failedError struct{ text string }
 func (e *failedError) Error() string { return e.text }
 
 // newRoot returns the whole command.
-func newRoot(hurry <-chan struct{}) *cobra.Command {
+func newRoot(hurry <-chan struct{}, stdout, stderr io.Writer) *cobra.Command {
 	root := &cobra.Command{
 		Use:   "culvert",
 		Short: "Makes the ports of a VM appear on the host",
@@ -110,7 +109,18 @@ Exit codes: 0 fine, 1 the request failed, 2 wrong usage, 3 no daemon.`,
 	root.AddCommand(
 		newDaemon(hurry), newWait(), newPublish(), newUnpublish(), newLs(), newFlows(), newVMs(), newDemo(), newVersion(),
 	)
-	root.CompletionOptions.HiddenDefaultCmd = false
+	root.SetOut(stdout)
+	root.SetErr(stderr)
+	// The library would answer a shell it does not know with help and success.
+	root.InitDefaultCompletionCmd()
+	for _, cmd := range root.Commands() {
+		if cmd.Name() == "completion" {
+			cmd.Args = cobra.ArbitraryArgs
+			cmd.RunE = func(_ *cobra.Command, args []string) error {
+				return &usageError{fmt.Errorf("shell %q is none of bash, fish, powershell, zsh", strings.Join(args, " "))}
+			}
+		}
+	}
 	return root
 }
 

@@ -28,7 +28,9 @@ type fake struct {
 
 func (f *fake) Listeners() []Listener { return f.rows }
 func (f *fake) Flows() []Flow         { return nil }
-func (f *fake) VMs() []VM             { return []VM{{Name: "vm1", State: "gone", Detail: "QEMU closed the connection"}} }
+func (f *fake) VMs() []VM {
+	return []VM{{Name: "vm1", State: "gone", Detail: "QEMU closed the connection"}}
+}
 
 func (f *fake) Publish(_ context.Context, r PublishRequest) ([]Listener, error) {
 	f.asked = r

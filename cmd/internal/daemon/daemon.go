@@ -167,8 +167,9 @@ func claimSocket(path string) (net.Listener, *socketfile.Claim, error) {
 	}
 	claim, err := socketfile.New(abs)
 	if err != nil {
-		if errors.Is(err, socketfile.ErrInUse) {
-			return nil, nil, fmt.Errorf("another daemon owns %s; stop it, or use --api for a socket of this one's own: %w", abs, err)
+		info, statErr := os.Lstat(abs)
+		if errors.Is(err, socketfile.ErrInUse) && (statErr != nil || info.Mode().Type() == os.ModeSocket) {
+			return nil, nil, fmt.Errorf("another daemon owns %s; stop it, or use --api for a socket of this one's own", abs)
 		}
 		return nil, nil, fmt.Errorf("open API socket: %w", err)
 	}
