@@ -63,8 +63,6 @@ func (s *Stack) DialUDP(dst netip.AddrPort) (relay.GuestPacketConn, error) {
 		return nil, fmt.Errorf("dial %s: %w", dst, wrapError(err))
 	}
 	c.ep = ep
-	ep.SocketOptions().SetSendBufferSize(udpSendBuffer, false)
-	ep.SocketOptions().SetReceiveBufferSize(udpReceiveBuffer, false)
 	if err := ep.Connect(fullAddress(dst)); err != nil {
 		c.Close()
 		return nil, fmt.Errorf("dial %s: %w", dst, wrapError(err))

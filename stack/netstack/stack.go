@@ -105,6 +105,15 @@ func (s *Stack) configure() error {
 	if err := s.net.AddProtocolAddress(nic, own, stack.AddressProperties{}); err != nil {
 		return fmt.Errorf("add address %s: %w", s.opts.Gateway, wrapError(err))
 	}
+	// For UDP alone; TCP has options of its own.
+	for _, o := range []any{
+		tcpip.SendBufferSizeOption{Min: stack.MinBufferSize, Default: udpSendBuffer, Max: udpSendBuffer},
+		tcpip.ReceiveBufferSizeOption{Min: stack.MinBufferSize, Default: udpReceiveBuffer, Max: udpReceiveBuffer},
+	} {
+		if err := s.net.SetOption(o); err != nil {
+			return fmt.Errorf("set %T: %w", o, wrapError(err))
+		}
+	}
 	// Everything lies at the node or behind it.
 	s.net.SetRouteTable([]tcpip.Route{{Destination: header.IPv4EmptySubnet, NIC: nic}})
 	return nil
