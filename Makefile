@@ -6,6 +6,8 @@ export PATH := $(CACHE)/go/bin:$(PATH):/usr/local/go/bin
 
 LINT_VERSION := v2.12.2
 LINT := $(CACHE)/bin/golangci-lint-$(LINT_VERSION)
+# Its cache names files: one for each checkout, or what it says of one stands in for another.
+export GOLANGCI_LINT_CACHE := $(CACHE)/lint$(subst /,-,$(CURDIR))
 
 # What a skip must not hide when the whole suite runs: see CULVERT_TEST_REQUIRE in README.md.
 REQUIRE := netns,tun,qemu,rawsocket
