@@ -34,6 +34,7 @@ type mapped struct {
 	region
 	memory  []byte
 	mapping []byte // what is to be unmapped: memory and the offset before it
+	adds    int    // how often it was added, and so is to be removed
 }
 
 // Slice returns the bytes at gpa, as virtqueue.Memory says.
@@ -98,14 +99,13 @@ func (t *memTable) set(regions []region, fds []int) error {
 	return nil
 }
 
-// add maps one more region. It takes over the descriptor, which nothing needs
-// once it is mapped.
+// add maps one more region, or the same anew: a front-end that keeps a state for
+// each pair of queues (QEMU 7.2) adds every region once a pair, and removes it as
+// often. It takes over the descriptor, which nothing needs once it is mapped.
 func (t *memTable) add(r region, fd int) error {
 	defer closeFDs([]int{fd})
 	const end = ^uint64(0)
 	switch {
-	case len(t.regions) == maxRegions:
-		return fmt.Errorf("%w: more than %d regions", errMemory, maxRegions)
 	case r.size == 0:
 		return fmt.Errorf("%w: empty region at %#x", errMemory, r.gpa)
 	case r.gpa > end-r.size, r.user > end-r.size, r.offset > end-r.size:
@@ -114,25 +114,40 @@ func (t *memTable) add(r region, fd int) error {
 	i := 0
 	for ; i < len(t.regions) && t.regions[i].gpa < r.gpa; i++ {
 	}
-	if i > 0 && r.gpa-t.regions[i-1].gpa < t.regions[i-1].size ||
-		i < len(t.regions) && t.regions[i].gpa-r.gpa < r.size {
+	again := i < len(t.regions) && t.regions[i].region == r
+	if !again && (i > 0 && r.gpa-t.regions[i-1].gpa < t.regions[i-1].size ||
+		i < len(t.regions) && t.regions[i].gpa-r.gpa < r.size) {
 		return fmt.Errorf("%w: region of %#x bytes at %#x overlaps another", errMemory, r.size, r.gpa)
+	}
+	if !again && len(t.regions) == maxRegions {
+		return fmt.Errorf("%w: more than %d regions", errMemory, maxRegions)
 	}
 	mapping, err := mapShared(fd, r.offset+r.size)
 	if err != nil {
 		return fmt.Errorf("%w: map region of %#x bytes at %#x: %w", errMemory, r.size, r.gpa, err)
 	}
-	t.regions = slices.Insert(t.regions, i, mapped{r, mapping[r.offset:][:r.size:r.size], mapping})
+	m := mapped{r, mapping[r.offset:][:r.size:r.size], mapping, 1}
+	if again {
+		m.adds += t.regions[i].adds
+		unmap(t.regions[i].mapping)
+		t.regions[i] = m
+		return nil
+	}
+	t.regions = slices.Insert(t.regions, i, m)
 	return nil
 }
 
-// remove unmaps the region that has r's addresses and size.
+// remove unmaps the region that has r's addresses and size, when it has been
+// removed as often as it was added.
 func (t *memTable) remove(r region) error {
 	i := slices.IndexFunc(t.regions, func(m mapped) bool {
 		return m.gpa == r.gpa && m.user == r.user && m.size == r.size
 	})
 	if i < 0 {
 		return fmt.Errorf("%w: no region of %#x bytes at %#x to remove", errMemory, r.size, r.gpa)
+	}
+	if t.regions[i].adds--; t.regions[i].adds > 0 {
+		return nil
 	}
 	unmap(t.regions[i].mapping)
 	t.regions = slices.Delete(t.regions, i, i+1)

@@ -149,6 +149,28 @@ func TestMemTableRefuses(t *testing.T) {
 	require.ErrorIs(t, table.add(region{size: page}, fd), unix.EACCES, "read-only")
 }
 
+// TestMemTableAgain: a region that is added twice is there until it has been
+// removed twice, and is what the second descriptor is.
+func TestMemTableAgain(t *testing.T) {
+	datapathtest.Leaks(t)
+	var table memTable
+	r := region{gpa: 0x1000, size: page, user: 0x5000}
+	require.NoError(t, table.add(r, mustMemfd(t, page)))
+	second := mustMemfd(t, page)
+	_, err := unix.Pwrite(second, []byte("second"), 0)
+	require.NoError(t, err)
+	require.NoError(t, table.add(r, second))
+	for range 2 {
+		b, err := table.Slice(0x1000, 6)
+		require.NoError(t, err)
+		require.Equal(t, "second", string(b))
+		require.NoError(t, table.remove(r))
+	}
+	_, err = table.Slice(0x1000, 6)
+	require.ErrorIs(t, err, virtqueue.ErrFault)
+	require.ErrorIs(t, table.remove(r), errMemory)
+}
+
 // TestMemTableBounded: regions are limited in number.
 func TestMemTableBounded(t *testing.T) {
 	datapathtest.Leaks(t)
