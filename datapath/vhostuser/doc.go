@@ -70,4 +70,17 @@
 // memory that it takes away after all (a file cut short) is a fault that is
 // caught, once a batch, and ends its connection. One descriptor has one owner at
 // each moment: the message, until a request takes it.
+//
+// # Front-ends
+//
+// The guest's memory has to be shared. QEMU's part, with a chardev that comes
+// back when the daemon does:
+//
+//	-object memory-backend-memfd,id=m,size=SIZE,share=on -numa node,memdev=m
+//	-chardev socket,id=c,path=PATH,reconnect=1
+//	-netdev vhost-user,id=n,chardev=c[,queues=N]
+//	-device virtio-net-pci,netdev=n[,mq=on]
+//
+// QEMU 7.2 without KVM also needs vectors=0 on the device: it crashes when such a
+// NIC uses MSI-X.
 package vhostuser

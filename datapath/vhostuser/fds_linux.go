@@ -20,8 +20,8 @@ type reader struct {
 }
 
 func newReader(conn *net.UnixConn) *reader {
-	// Room for one more descriptor than a message may have: a message with that
-	// one, or with more (MSG_CTRUNC), is told from one that is as it should be.
+	// Room for one more descriptor than a message may have: so too many are told
+	// from as many as there may be.
 	return &reader{conn: conn, oob: make([]byte, unix.CmsgSpace((maxFDs+1)*4))}
 }
 
@@ -62,7 +62,9 @@ func (r *reader) readHead() error {
 			return io.EOF
 		case err != nil:
 			return fmt.Errorf("read header: %w", noEOF(err))
-		case flags&unix.MSG_CTRUNC != 0 || len(r.m.fds) > maxFDs:
+		case flags&unix.MSG_CTRUNC != 0 && len(r.m.fds) <= maxFDs: // the kernel had no numbers for the others
+			return fmt.Errorf("read header: descriptors were lost: %w", unix.EMFILE)
+		case len(r.m.fds) > maxFDs:
 			return fmt.Errorf("read header: %w: more than %d", errFDs, maxFDs)
 		}
 		got += n

@@ -58,6 +58,22 @@ func mustWrite(t *testing.T, a datapath.Attachment, frames ...[]byte) {
 	require.Equal(t, len(frames), n)
 }
 
+// writeAll waits for room.
+func writeAll(a datapath.Attachment, frames ...[]byte) error {
+	for {
+		n, err := write(a, frames...)
+		if err != nil || n == len(frames) {
+			return err
+		}
+		frames = frames[n:]
+		select {
+		case <-a.QueuePairs()[0].Room():
+		case <-time.After(patience):
+			return errors.New("no room")
+		}
+	}
+}
+
 // mustRead reads n frames, and ends the attachment if they do not come.
 func mustRead(t *testing.T, a datapath.Attachment, n int) (all [][]byte) {
 	t.Helper()

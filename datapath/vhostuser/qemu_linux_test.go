@@ -62,7 +62,7 @@ func mustBoot(t *testing.T, dir, path, device, netdev string) *machine {
 		"-kernel", filepath.Join(dir, "vmlinuz"), "-initrd", filepath.Join(dir, "initrd.gz"),
 		"-append", "console=ttyS0 quiet panic=-1 rdinit=/bin/busybox -- sh",
 		"-object", "memory-backend-memfd,id=m,size=256M,share=on", "-numa", "node,memdev=m",
-		"-chardev", "socket,id=c,path="+path, "-netdev", "vhost-user,id=n0,chardev=c"+netdev,
+		"-chardev", "socket,id=c,path="+path+",reconnect=1", "-netdev", "vhost-user,id=n0,chardev=c"+netdev,
 		"-device", "virtio-net-pci,netdev=n0,vectors=0"+device)
 	m.cmd.Stdout, m.cmd.Stderr = m.said, m.said
 	var err error
@@ -289,6 +289,17 @@ func TestQEMULife(t *testing.T) {
 	}
 	assert.Empty(t, p.ended)
 	assert.Empty(t, log.String(), "nothing to say about a front-end that is as it should be")
+
+	// A back-end that was away (FB-133): the front-end comes back, and the driver
+	// notices nothing.
+	require.NoError(t, p.a.Close())
+	require.NoError(t, l.Close())
+	time.Sleep(time.Second)
+	l, err := Listen(l.path, Options{Log: log.logger()})
+	require.NoError(t, err)
+	t.Cleanup(func() { assert.NoError(t, l.Close()) })
+	p = newPinger(t, mustAccept(t, l))
+	p.mustPing(t, m)
 
 	// Killed, and another one started: the next life.
 	require.NoError(t, m.cmd.Process.Kill())
