@@ -349,12 +349,14 @@ func (l *lockedBuffer) String() string {
 func TestC5PartlyBound(t *testing.T) {
 	f, g := mustAttached(t, Options{})
 	g.serveTCP(t, 80, say("hello"))
-	foreign, err := net.Listen("tcp", "[::1]:0")
-	require.NoError(t, err)
-	defer foreign.Close()
-	p := netip.MustParseAddrPort(foreign.Addr().String()).Port()
-	if !canBind(at4(p)) {
-		t.Skip("the port is in use on 127.0.0.1; run again")
+	var p uint16 // taken in one family only
+	for p == 0 {
+		foreign, err := net.Listen("tcp", "[::1]:0")
+		require.NoError(t, err)
+		defer foreign.Close()
+		if port := netip.MustParseAddrPort(foreign.Addr().String()).Port(); canBind(at4(port)) {
+			p = port
+		}
 	}
 	out := publish(t, f, "x", fmt.Sprintf("%d:80", p))
 	assert.Equal(t, listener.Failed, out[0].State)
@@ -690,4 +692,13 @@ func TestDetachWhileDraining(t *testing.T) {
 	wg.Go(func() { f.DetachVM("default") })
 	wg.Wait()
 	requireReset(t, c)
+}
+
+// What can never be reached is skipped, and said, before a client is refused.
+func TestIPv6TargetSkipped(t *testing.T) {
+	f, _ := mustAttached(t, Options{})
+	out := publish(t, f, "x", "0:[fd00::1]:80")
+	assert.Equal(t, listener.Skipped, out[0].State)
+	assert.Contains(t, out[0].Detail, "IPv4 only")
+	assert.Empty(t, out[0].Bound)
 }

@@ -201,6 +201,9 @@ func never(s listener.Spec) error {
 	if s.Source != listener.SourceGateway {
 		return errors.New("this version shows the guest the gateway's address only; publish with --source gateway")
 	}
+	if s.Target.Addr.Addr().Is6() {
+		return fmt.Errorf("this version reaches the guest over IPv4 only, and %s is not", s.Target.Addr.Addr())
+	}
 	return s.Validate()
 }
 

@@ -1015,7 +1015,7 @@ func TestPipeCall(t *testing.T) {
 // TestNoAllocations: neither way of a frame allocates.
 func TestNoAllocations(t *testing.T) {
 	if race {
-		t.Skip("the race detector allocates")
+		t.Skip("needs a build without the race detector, which allocates")
 	}
 	_, a, v := mustOpen(t, plain())
 	qp := a.QueuePairs()[0]

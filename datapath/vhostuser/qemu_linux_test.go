@@ -40,7 +40,7 @@ type machine struct {
 func guestDir(t *testing.T) string {
 	t.Helper()
 	if testing.Short() {
-		t.Skip("boots emulated VMs, which takes minutes")
+		t.Skip("needs a run without -short: it boots emulated VMs, which takes minutes")
 	}
 	_, err := exec.LookPath("qemu-system-x86_64")
 	datapathtest.Require(t, "qemu", err == nil, "apt-get install qemu-system-x86")
