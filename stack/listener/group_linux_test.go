@@ -388,10 +388,26 @@ func TestGroupOutOfDescriptors(t *testing.T) {
 	}
 }
 
-// noMoreDescriptors lowers RLIMIT_NOFILE so that no more can be opened.
+// noMoreDescriptors lowers RLIMIT_NOFILE so that no more can be opened, and
+// fills the gaps below it.
 func noMoreDescriptors(t *testing.T) (restore func()) {
 	t.Helper()
-	return lowerDescriptors(t, 0)
+	lift := lowerDescriptors(t, 0)
+	var gaps []int
+	for {
+		fd, err := unix.Eventfd(0, unix.EFD_CLOEXEC)
+		if err != nil {
+			require.ErrorIs(t, err, unix.EMFILE)
+			break
+		}
+		gaps = append(gaps, fd)
+	}
+	return sync.OnceFunc(func() {
+		lift()
+		for _, fd := range gaps {
+			unix.Close(fd)
+		}
+	})
 }
 
 // lowerDescriptors lowers RLIMIT_NOFILE so that about n more can be opened:
