@@ -18,12 +18,12 @@ type clash struct {
 // desired joins what the sources want, in the order of snaps and, within one,
 // in the order of asking. An owner counts once: the first want of it holds, and
 // a later one comes into force when the first is gone. Owners that ask for
-// nothing are left out.
+// nothing at all are left out.
 func desired(snaps []Snapshot) (wants []Want, clashes []clash) {
 	from := make(map[listener.Owner]string)
 	for _, s := range snaps {
 		for _, w := range s.Wants {
-			if len(w.Specs) == 0 {
+			if len(w.Specs) == 0 && len(w.Notes) == 0 && len(w.Names) == 0 {
 				continue
 			}
 			if has, twice := from[w.Owner]; twice {

@@ -48,6 +48,11 @@ type Loop struct {
 	snaps    []Snapshot // the last of each source, in the order they first spoke
 	told     map[listener.Owner]told
 	clashed  map[clash]bool // those that were said
+	held     map[sourceKey]bool
+	noted    map[noteKey]NoteView
+	changed  chan struct{} // closed, and made anew, when noted changes
+
+	names *Names
 }
 
 // A sourceKey tells sources apart.
@@ -79,8 +84,14 @@ func NewLoop(pub Publisher, log *slog.Logger) *Loop {
 		followed: make(map[sourceKey]*followed),
 		told:     make(map[listener.Owner]told),
 		clashed:  make(map[clash]bool),
+		held:     make(map[sourceKey]bool),
+		changed:  make(chan struct{}),
+		names:    newNames(),
 	}
 }
+
+// Names returns the table of the names that owners have.
+func (l *Loop) Names() *Names { return l.names }
 
 // Run follows the sources until ctx ends and returns nil when the last of them
 // has ended too. From then on the Publisher is told nothing more, whoever asks:
@@ -247,6 +258,33 @@ func (l *Loop) DropVM(vm string) {
 	}
 }
 
+// Hold makes a source of a VM, also one that is not there yet, count for nothing
+// until it is called again with hold false: its owners' ports are free when it
+// returns (C-43). The source runs on, and what it last said counts again after.
+func (l *Loop) Hold(vm, source string, hold bool) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	key := sourceKey{vm, source}
+	if l.held[key] == hold {
+		return
+	}
+	if hold {
+		l.held[key] = true
+	} else {
+		delete(l.held, key)
+	}
+	if !l.ended {
+		l.converge(nil)
+	}
+}
+
+// Held says whether Hold holds the source.
+func (l *Loop) Held(vm, source string) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.held[sourceKey{vm, source}]
+}
+
 // Resync asks Run to state everything again, and to say which states are not
 // what they were: for those who know that much has changed, as when a VM came or
 // went. It returns at once.
@@ -281,8 +319,11 @@ func (l *Loop) resync() {
 func (l *Loop) converge(ask []listener.Owner) map[listener.Owner][]listener.Outcome {
 	// A request that is cut off must not leave the Publisher half told.
 	ctx := context.Background()
-	wants, clashes := desired(l.snaps)
+	wants, clashes := desired(l.counting())
 	l.logClashes(clashes)
+	l.note(wants)
+	l.names.set(wants)
+	wants = slices.DeleteFunc(wants, func(w Want) bool { return len(w.Specs) == 0 })
 	gone, publish := diff(l.told, wants, ask)
 	for _, o := range gone {
 		l.pub.Withdraw(ctx, o)
@@ -296,6 +337,14 @@ func (l *Loop) converge(ask []listener.Owner) map[listener.Owner][]listener.Outc
 		outcomes[w.Owner] = outs
 	}
 	return outcomes
+}
+
+// counting returns the snapshots of sources that are not held.
+func (l *Loop) counting() []Snapshot {
+	if len(l.held) == 0 {
+		return l.snaps
+	}
+	return slices.DeleteFunc(slices.Clone(l.snaps), func(s Snapshot) bool { return l.held[sourceKey{s.VM, s.Source}] })
 }
 
 // logOutcomes says which states are not what they were, once each (C-7), and

@@ -346,3 +346,59 @@ func TestLoopEndsWithSourcesInEachState(t *testing.T) {
 		assert.Contains(t, p.has(), "a 81:80/tcp")
 	})
 }
+
+func TestNotesAreKeptLoggedOnceAndTold(t *testing.T) {
+	inLoop(t, func(t *testing.T, l *Loop, pub *publisher, _ *logBuffer) {
+		changed := l.Changed()
+		note := Note{Protocol: "sctp", Host: "127.0.0.1:3868", State: listener.Skipped, Detail: "protocol sctp is not carried"}
+		snap := Snapshot{Source: "s", Wants: []Want{{Owner: docker("a"), Notes: []Note{note, note}}}}
+		apply := func() {
+			_, err := l.Apply(t.Context(), snap)
+			require.NoError(t, err)
+		}
+		apply()
+		<-changed
+		began := time.Now()
+		require.Len(t, l.Notes(), 1)
+		assert.Equal(t, NoteView{Owner: docker("a"), Note: note, Since: began}, l.Notes()[0])
+		assert.Empty(t, pub.Owners(), "a note is not published")
+
+		time.Sleep(time.Minute)
+		changed = l.Changed()
+		apply()
+		assert.Equal(t, began, l.Notes()[0].Since)
+		select {
+		case <-changed:
+			assert.Fail(t, "nothing changed")
+		default:
+		}
+
+		snap.Wants = nil
+		apply()
+		<-changed
+		assert.Empty(t, l.Notes())
+	})
+}
+
+// C-43: nothing of a source that is held counts, also what races with Hold.
+func TestHoldClosesAndLetsBack(t *testing.T) {
+	inLoop(t, func(t *testing.T, l *Loop, pub *publisher, _ *logBuffer) {
+		src := newSource("services")
+		l.AddSource("vm", 1, src)
+		snap := Snapshot{Source: "services", VM: "vm", Generation: 1, Wants: []Want{want(t, "a", "80:80")}}
+		src.send <- snap
+		synctest.Wait()
+		require.Len(t, pub.Owners(), 1)
+
+		l.Hold("vm", "services", true)
+		assert.Empty(t, pub.Owners())
+		assert.True(t, l.Held("vm", "services"))
+		snap.Wants = []Want{want(t, "a", "80:80"), want(t, "b", "81:80")}
+		src.send <- snap
+		synctest.Wait()
+		assert.Empty(t, pub.Owners())
+
+		l.Hold("vm", "services", false)
+		assert.Len(t, pub.Owners(), 2)
+	})
+}

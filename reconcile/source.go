@@ -2,6 +2,8 @@ package reconcile
 
 import (
 	"context"
+	"net/netip"
+	"time"
 
 	"github.com/culvertnet/culvert/stack/listener"
 )
@@ -36,11 +38,37 @@ type Snapshot struct {
 	Wants []Want
 }
 
-// A Want is the whole set of listeners that one owner asks for (C-2). With no
-// specs it asks for nothing, the same as not being there.
+// A Want is the whole of what one owner asks for (C-2). With nothing in it the
+// owner asks for nothing, the same as not being there.
 type Want struct {
 	Owner listener.Owner
 	Specs []listener.Spec
+	// Notes are what the owner asked for and its source could not make a Spec
+	// of: rows of the ledger that no Publisher is told of.
+	Notes []Note
+	// Names are the names that lead to the owner (C-37).
+	Names []Name
+}
+
+// A Note is a row of the ledger whose state its source knows: a port that waits
+// for something in the guest, or that can never be published. Its texts are as
+// a row shows them.
+type Note struct {
+	Protocol    string // "tcp", "udp", or what the guest calls it, in lower case
+	Host, Guest string // "127.0.0.1:8080"; empty where it is not known
+	State       listener.State
+	Detail      string    // the sentence for people
+	RetryAt     time.Time // when it is tried again; zero otherwise
+}
+
+// A Name is a name of an owner in the zone.
+type Name struct {
+	// Name is lower-case labels without the zone: "web", "db.shop".
+	Name string
+	// Addrs are what it leads to; never empty.
+	Addrs []netip.Addr
+	// Since orders the owners that share a name: it leads to the newest (C-37).
+	Since time.Time
 }
 
 // A Publisher opens and closes listeners. *stack.Forwarder is one.

@@ -169,7 +169,7 @@ func (s *Static) Owner(kind string, spec listener.Spec) (listener.Owner, bool) {
 func (s *Static) apply(ctx context.Context, wants []publish, ask ...listener.Owner) (map[listener.Owner][]listener.Outcome, error) {
 	snap := Snapshot{Source: staticName}
 	for _, p := range wants {
-		snap.Wants = append(snap.Wants, Want{p.owner(), []listener.Spec{p.spec}})
+		snap.Wants = append(snap.Wants, Want{Owner: p.owner(), Specs: []listener.Spec{p.spec}})
 	}
 	outcomes, err := s.loop.Apply(ctx, snap, ask...)
 	if err != nil {

@@ -178,7 +178,7 @@ func (f *Forwarder) Publish(_ context.Context, o listener.Owner, specs []listene
 		}
 		if wanted[s] = old[s]; wanted[s] == nil {
 			f.asked++
-			wanted[s] = &row{owner: o, spec: s, seq: f.asked, closing: true}
+			wanted[s] = &row{owner: o, spec: s, allow: s.Allow.List(), seq: f.asked, closing: true}
 		}
 	}
 	var gone []*row

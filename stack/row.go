@@ -20,6 +20,7 @@ const (
 	refusedLimit       = "limit"          // Limits.Flows or Limits.Dials reached
 	refusedNoPort      = "no-source-port" // every port towards this guest port is in use
 	refusedNoFD        = "no-descriptor"  // out of descriptors or memory on the host
+	refusedRange       = "source-range"   // the client is in none of Spec.Allow
 	refusedLeft        = "client-left"    // the client reset or left before the guest answered
 	refusedOther       = "error"          //
 	droppedDatagram    = "dropped"        // a datagram for which there was no room
@@ -30,7 +31,8 @@ const (
 type row struct {
 	owner listener.Owner
 	spec  listener.Spec
-	seq   uint64 // order of asking
+	allow []netip.Prefix // spec.Allow
+	seq   uint64         // order of asking
 
 	// Under Forwarder.mu.
 	opened  *listener.Opened // nil before the first try
@@ -72,6 +74,11 @@ func (r *row) dismiss(f *flow) {
 	r.toHost += f.toHost.Bytes()
 	r.mu.Unlock()
 	r.ended.Done()
+}
+
+// allows reports whether a client at addr is served (C-45).
+func (r *row) allows(addr netip.Addr) bool {
+	return r.spec.Allow == "" || slices.ContainsFunc(r.allow, func(p netip.Prefix) bool { return p.Contains(addr.Unmap()) })
 }
 
 // refuse counts a client that got nothing.

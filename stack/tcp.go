@@ -26,6 +26,11 @@ func (f *Forwarder) Accepted(s *listener.Socket, c *listener.Conn) {
 		c.Abort()
 		return
 	}
+	if !r.allows(c.RemoteAddr().Addr()) {
+		r.refuse(refusedRange)
+		c.Abort()
+		return
+	}
 	guest := r.target(vm, s.Index())
 	fl, refused := f.flows.start(r, c, c.RemoteAddr(), c.LocalAddr(), guest)
 	if refused != "" {

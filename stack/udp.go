@@ -62,6 +62,9 @@ func (h udpHandler) Open(k relay.UDPKey) (relay.UDPFlow, error) {
 	if vm == nil {
 		return nil, refusedError(refusedNoVM)
 	}
+	if !r.allows(k.Client.Addr()) {
+		return nil, refusedError(refusedRange)
+	}
 	guest := r.target(vm, s.Index())
 	host := netip.AddrPortFrom(k.Local, s.Addr().Port())
 	fl, refused := h.f.flows.start(r, nil, k.Client, host, guest)

@@ -50,7 +50,7 @@ type FlowCount struct {
 	Total  uint64 // flows begun, those that the guest then refused among them
 	// Refused counts by reason: clients that got no flow ("refused",
 	// "unreachable", "timeout", "no-vm", "limit", "no-source-port",
-	// "no-descriptor", "error"), clients that left before they had one
+	// "no-descriptor", "source-range", "error"), clients that left before they had one
 	// ("client-left"), and of UDP, flows that made room ("evicted") and datagrams
 	// for which there was none ("dropped").
 	Refused map[string]uint64

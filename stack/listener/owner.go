@@ -7,6 +7,10 @@ type Owner struct {
 	// ID tells owners of one kind apart: the publish's text for config and cli,
 	// a container's full ID, namespace/name:port/PROTO of a Service's port.
 	ID string
+	// VM tells equal IDs of two VMs apart: two clusters may have a Service of one
+	// name. It is empty for config and cli, whose IDs are unique. No user sees it:
+	// a row names its VM anyway.
+	VM string
 }
 
 // The kinds of owners, as users see them in `culvert ls`.

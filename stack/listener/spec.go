@@ -57,6 +57,8 @@ type Spec struct {
 	Ports  uint16
 	Target Target
 	Source Source
+	// Allow says which clients are served (C-45); empty means all.
+	Allow Prefixes
 }
 
 // A Target is where a publish leads inside a VM.

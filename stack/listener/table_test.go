@@ -14,7 +14,7 @@ import (
 
 func TestTableFirstOwnerWinsAndTheNextTakesOver(t *testing.T) {
 	tab := NewTable(Policy{})
-	a, b, c := Owner{KindDocker, "a"}, Owner{KindKubernetes, "ns/b:http/TCP"}, Owner{KindCLI, "8080:82/tcp"}
+	a, b, c := Owner{Kind: KindDocker, ID: "a"}, Owner{Kind: KindKubernetes, ID: "ns/b:http/TCP"}, Owner{Kind: KindCLI, ID: "8080:82/tcp"}
 	sa, sb, sc := mustSpec(t, "8080:80"), mustSpec(t, "127.0.0.1:8080:81"), mustSpec(t, "8080:82")
 
 	assert.Empty(t, tab.Claim(a, []Spec{sa}))
@@ -46,7 +46,7 @@ func TestTableFirstOwnerWinsAndTheNextTakesOver(t *testing.T) {
 // FB-073: an owner never conflicts with itself by saying the same again.
 func TestFB073Restating(t *testing.T) {
 	tab := NewTable(Policy{})
-	o := Owner{KindKubernetes, "ns/a:http/TCP"}
+	o := Owner{Kind: KindKubernetes, ID: "ns/a:http/TCP"}
 	specs := []Spec{mustSpec(t, "80:80"), mustSpec(t, "30080:80"), mustSpec(t, "6000-6009:1-10")}
 	for range 20 {
 		assert.Empty(t, tab.Claim(o, append(specs, specs...)))
@@ -59,7 +59,7 @@ func TestFB073Restating(t *testing.T) {
 
 func TestTableOverlapWithinOneOwner(t *testing.T) {
 	tab := NewTable(Policy{})
-	o := Owner{KindConfig, "x"}
+	o := Owner{Kind: KindConfig, ID: "x"}
 	first, second := mustSpec(t, "80-90:80-90"), mustSpec(t, "85:8085")
 	tab.Claim(o, []Spec{first, second})
 	assert.NoError(t, tab.Conflict(o, first))
@@ -71,7 +71,7 @@ func TestTableOverlapWithinOneOwner(t *testing.T) {
 // (C-33, C-45).
 func TestTableNewTargetKeepsPorts(t *testing.T) {
 	tab := NewTable(Policy{})
-	a, b, c := Owner{KindDocker, "a"}, Owner{KindDocker, "b"}, Owner{KindDocker, "c"}
+	a, b, c := Owner{Kind: KindDocker, ID: "a"}, Owner{Kind: KindDocker, ID: "b"}, Owner{Kind: KindDocker, ID: "c"}
 	tab.Claim(a, []Spec{mustSpec(t, "80:1")})
 	tab.Claim(b, []Spec{mustSpec(t, "80:2")})
 	tab.Claim(c, []Spec{mustSpec(t, "80:3")})
@@ -114,7 +114,7 @@ func TestTableOverlaps(t *testing.T) {
 func checkMeet(t *testing.T, p Policy, a, b, at string) {
 	t.Helper()
 	tab := NewTable(p)
-	one, two := Owner{KindCLI, "one"}, Owner{KindCLI, "two"}
+	one, two := Owner{Kind: KindCLI, ID: "one"}, Owner{Kind: KindCLI, ID: "two"}
 	tab.Claim(one, []Spec{mustSpec(t, a)})
 	tab.Claim(two, []Spec{mustSpec(t, b)})
 	require.NoError(t, tab.Conflict(one, mustSpec(t, a)))
@@ -133,7 +133,7 @@ func TestFB172Reserved(t *testing.T) {
 	require.NoError(t, tab.Reserve(TCP, netip.MustParseAddrPort("127.0.0.1:9464"), "metrics"))
 	require.NoError(t, tab.Reserve(UDP, netip.MustParseAddrPort("0.0.0.0:5553"), "DNS"))
 	require.NoError(t, tab.Reserve(UDP, netip.MustParseAddrPort("127.0.0.1:0"), "nothing"))
-	o := Owner{KindDocker, "a"}
+	o := Owner{Kind: KindDocker, ID: "a"}
 	metrics, other, dns, rng := mustSpec(t, "9464:80"), mustSpec(t, "[::1]:9464:80"), mustSpec(t, "127.0.0.5:5553:53/udp"), mustSpec(t, "9000-9999:1-1000")
 	tab.Claim(o, []Spec{metrics, other, dns, rng})
 	assert.EqualError(t, tab.Conflict(o, metrics), "host port 127.0.0.1:9464/tcp is reserved by culvert's metrics")
@@ -147,7 +147,7 @@ func TestFB172Reserved(t *testing.T) {
 // The number the kernel picked is the claim's.
 func TestTablePicked(t *testing.T) {
 	tab := NewTable(Policy{})
-	a, b := Owner{KindCLI, "a"}, Owner{KindCLI, "b"}
+	a, b := Owner{Kind: KindCLI, ID: "a"}, Owner{Kind: KindCLI, ID: "b"}
 	auto, fixed, fixed2 := mustSpec(t, "0:80"), mustSpec(t, "4000:80"), mustSpec(t, "4001:80")
 	tab.Claim(a, []Spec{auto})
 	promoted, err := tab.Picked(a, auto, 4000)
@@ -190,14 +190,14 @@ func TestFB070TableAgainstModel(t *testing.T) {
 				m.reserved = append(m.reserved, key{TCP, ap.Addr(), 12})
 			}
 			for step := range 500 {
-				o := Owner{KindDocker, fmt.Sprint(rnd.IntN(6))}
+				o := Owner{Kind: KindDocker, ID: fmt.Sprint(rnd.IntN(6))}
 				specs := randomSpecs(rnd)
 				got, want := tab.Claim(o, specs), m.claim(o, specs)
 				require.Equal(t, want, got, "step %d: promoted", step)
 				m.check(t, tab, step)
 			}
 			for i := range 6 {
-				tab.Claim(Owner{KindDocker, fmt.Sprint(i)}, nil)
+				tab.Claim(Owner{Kind: KindDocker, ID: fmt.Sprint(i)}, nil)
 			}
 			assert.Len(t, tab.held, len(m.reserved))
 			assert.Empty(t, tab.owners)
@@ -342,7 +342,7 @@ func (m *model) check(t *testing.T, tab *Table, step int) {
 func BenchmarkTable(b *testing.B) {
 	owners := make([]Owner, 10000)
 	for i := range owners {
-		owners[i] = Owner{KindDocker, fmt.Sprint(i)}
+		owners[i] = Owner{Kind: KindDocker, ID: fmt.Sprint(i)}
 	}
 	b.Run("10000 ports in and out", func(b *testing.B) {
 		for b.Loop() {
@@ -358,11 +358,11 @@ func BenchmarkTable(b *testing.B) {
 	b.Run("10000 waiting at one range", func(b *testing.B) {
 		for b.Loop() {
 			tab := NewTable(Policy{})
-			tab.Claim(Owner{KindCLI, "range"}, []Spec{{Proto: TCP, Host: netip.MustParseAddrPort("127.0.0.1:1"), Ports: 65000}})
+			tab.Claim(Owner{Kind: KindCLI, ID: "range"}, []Spec{{Proto: TCP, Host: netip.MustParseAddrPort("127.0.0.1:1"), Ports: 65000}})
 			for i, o := range owners {
 				tab.Claim(o, []Spec{{Proto: TCP, Host: netip.AddrPortFrom(netip.Addr{}, uint16(i+1)), Ports: 1}})
 			}
-			if len(tab.Claim(Owner{KindCLI, "range"}, nil)) != len(owners) {
+			if len(tab.Claim(Owner{Kind: KindCLI, ID: "range"}, nil)) != len(owners) {
 				b.Fatal("not all took over")
 			}
 		}

@@ -29,7 +29,7 @@ func (d *Daemon) Listeners() []api.Listener {
 func (d *Daemon) listener(r stack.Row) api.Listener {
 	o, spec := r.Outcome, r.Outcome.Spec
 	l := api.Listener{
-		Owner: api.Owner(r.Owner), Protocol: spec.Proto.String(), Host: r.Host, Bound: []string{},
+		Owner: ownerOf(r.Owner), Protocol: spec.Proto.String(), Host: r.Host, Bound: []string{},
 		VM: spec.Target.VM, Guest: r.Guest, State: o.State.String(), Detail: o.Detail,
 		RetryAt: api.Time{Time: o.RetryAt}, Source: spec.Source.String(), Since: api.Time{Time: o.Since},
 		Flows: api.FlowCount{Active: r.Flows.Active, Total: r.Flows.Total, Refusals: map[string]uint64{}},
@@ -48,6 +48,8 @@ func (d *Daemon) listener(r stack.Row) api.Listener {
 	return l
 }
 
+func ownerOf(o listener.Owner) api.Owner { return api.Owner{Kind: o.Kind, ID: o.ID} }
+
 // Flows implements api.Backend.
 func (d *Daemon) Flows() []api.Flow {
 	now := time.Now()
@@ -55,7 +57,7 @@ func (d *Daemon) Flows() []api.Flow {
 	list := make([]api.Flow, len(views))
 	for i, v := range views {
 		list[i] = api.Flow{
-			ID: v.ID, Protocol: v.Proto.String(), Owner: api.Owner(v.Owner), VM: v.VM,
+			ID: v.ID, Protocol: v.Proto.String(), Owner: ownerOf(v.Owner), VM: v.VM,
 			Client: v.Client.String(), Host: v.Host.String(), Source: v.Source, Guest: v.Guest.String(), State: v.State,
 			Age: seconds(now.Sub(v.Started)), Idle: seconds(now.Sub(v.LastActive)),
 			Bytes: api.Traffic{ToGuest: v.ToGuest, ToHost: v.ToHost},
@@ -158,7 +160,7 @@ func (d *Daemon) rowsOf(owners []listener.Owner) []api.Listener {
 	}
 	rows := make([]api.Listener, 0, len(owners))
 	for _, o := range owners {
-		if l, ok := byOwner[api.Owner(o)]; ok {
+		if l, ok := byOwner[ownerOf(o)]; ok {
 			rows = append(rows, l)
 		}
 	}
