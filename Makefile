@@ -10,7 +10,7 @@ LINT := $(CACHE)/bin/golangci-lint-$(LINT_VERSION)
 export GOLANGCI_LINT_CACHE := $(CACHE)/lint$(subst /,-,$(CURDIR))
 
 # What a skip must not hide when the whole suite runs: see CULVERT_TEST_REQUIRE in README.md.
-REQUIRE := netns,tun,qemu,rawsocket
+REQUIRE := netns,tun,qemu,dpdk,rawsocket
 FUZZTIME ?= 10s
 
 .PHONY: build check lint test demo bench bench-smoke fuzz clean need-go
@@ -47,10 +47,11 @@ test:
 	contrib/install-deps.sh test
 	$(MAKE) check
 	contrib/guest/build.sh
-	CULVERT_TEST_REQUIRE=$(REQUIRE) go test -race -timeout 30m -skip '^TestSuite(QEMU|QEMUDial|Unixgram)$$' ./...
+	CULVERT_TEST_REQUIRE=$(REQUIRE) go test -race -timeout 30m -skip '^TestSuite(QEMU|Unixgram|VhostUser)' ./...
 	CULVERT_TEST_REQUIRE=$(REQUIRE) go test -count=1 -timeout 20m -run '^TestSuite' ./cmd/culvert
 	$(MAKE) bench-smoke
 
+# ATTACH=vhost-user shows that attachment instead of QEMU's socket.
 demo:
 	contrib/install-deps.sh demo
 	contrib/demo.sh

@@ -4,6 +4,8 @@
 # boots it under QEMU, publishes a TCP and a UDP port, goes through both, shows
 # the ledger, and stops what it started. Needs no root: contrib/install-deps.sh
 # demo, which `make demo` runs first, does where packages are missing.
+#
+# ATTACH says how the VM is attached: stream, as without it, or vhost-user.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -11,6 +13,15 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 step() { printf '\n\033[1m== %s\033[0m\n' "$*"; }
 [ -t 1 ] && [ -z "${NO_COLOR:-}" ] || step() { printf '\n== %s\n' "$*"; }
 show() { printf '$ %s\n' "$*"; "$@"; }
+
+attach=${ATTACH:-stream}
+case $attach in
+stream | vhost-user) ;;
+*)
+	echo "demo: ATTACH=$attach: want stream or vhost-user" >&2
+	exit 2
+	;;
+esac
 
 run=$(mktemp -d "${TMPDIR:-/tmp}/culvert-demo.XXXXXX")
 daemon= vm=
@@ -59,22 +70,37 @@ export CULVERT_API=$run/culvert.sock
 http=$(free_port 8080)
 echo=$(free_port $((http + 1)))
 
+sock=$run/vm.sock
+case $attach in
+stream)
+	spec=qemu:unix:$sock
+	nic=(-netdev "stream,id=n0,server=off,addr.type=unix,addr.path=$sock")
+	shown="${nic[*]} -device virtio-net-pci,netdev=n0"
+	;;
+vhost-user) # boot.sh shares the memory
+	spec=vhost-user:$sock
+	nic=("$spec")
+	shown="-object memory-backend-memfd,id=m,size=512M,share=on -numa node,memdev=m \\
+    -chardev socket,id=c0,path=$sock,reconnect=1 -netdev vhost-user,id=n0,chardev=c0 -device virtio-net-pci,netdev=n0"
+	case $accel in tcg*) shown+=,vectors=0 ;; esac # see boot.sh
+	;;
+esac
+
 step "Start the daemon, with one VM and two ports published"
-printf '$ culvert daemon --attach demo=qemu:unix:%s -p %s:80 -p %s:7/udp\n' "$run/vm.sock" "$http" "$echo"
-culvert daemon --attach "demo=qemu:unix:$run/vm.sock" -p "$http:80" -p "$echo:7/udp" >"$run/daemon.log" 2>&1 &
+printf '$ culvert daemon --attach demo=%s -p %s:80 -p %s:7/udp\n' "$spec" "$http" "$echo"
+culvert daemon --attach "demo=$spec" -p "$http:80" -p "$echo:7/udp" >"$run/daemon.log" 2>&1 &
 daemon=$!
 for _ in $(seq 100); do # 10 s
-	[ ! -S "$CULVERT_API" ] || [ ! -S "$run/vm.sock" ] || break
+	[ ! -S "$CULVERT_API" ] || [ ! -S "$sock" ] || break
 	kill -0 "$daemon" 2>/dev/null || fail "the daemon ended"
 	sleep 0.1
 done
-[ -S "$run/vm.sock" ] || fail "the daemon does not listen on $run/vm.sock"
+[ -S "$sock" ] || fail "the daemon does not listen on $sock"
 show culvert ls
 
 step "Boot the VM"
-printf '$ qemu-system-x86_64 … -netdev stream,id=n0,server=off,addr.type=unix,addr.path=%s -device virtio-net-pci,netdev=n0\n' "$run/vm.sock"
-GUEST_ACCEL=$accel contrib/guest/boot.sh "$guest" \
-	-netdev "stream,id=n0,server=off,addr.type=unix,addr.path=$run/vm.sock" </dev/null >"$run/vm.log" 2>&1 &
+printf '$ qemu-system-x86_64 … %s\n' "$shown"
+GUEST_ACCEL=$accel contrib/guest/boot.sh "$guest" "${nic[@]}" </dev/null >"$run/vm.log" 2>&1 &
 vm=$!
 show culvert wait --timeout 60s || fail "the VM did not become ready"
 

@@ -17,14 +17,14 @@ die() { echo "install-deps: $*" >&2; exit 1; }
 # downloads it without installing it.
 build=(make ca-certificates)
 demo=(qemu-system-x86 busybox-static cpio gzip xz-utils zstd curl)
-test=(gcc libc6-dev iproute2) # the race detector needs a C compiler
+test=(gcc libc6-dev iproute2 dpdk-dev ethtool) # the race detector needs a C compiler; testpmd is DPDK's
 bench=(git iperf3)
 
 case ${1:-} in
 build) packages=("${build[@]}") ;;
 demo) packages=("${build[@]}" "${demo[@]}") ;;
 test) packages=("${build[@]}" "${demo[@]}" "${test[@]}") ;;
-bench) packages=("${build[@]}" "${bench[@]}") ;;
+bench) packages=("${build[@]}" "${demo[@]}" "${test[@]}" "${bench[@]}") ;;
 *) die "usage: install-deps.sh build|demo|test|bench" ;;
 esac
 
@@ -48,7 +48,7 @@ done
 [ ${#missing[@]} = 0 ] || apt_install "${missing[@]}"
 
 # The guest's kernel is looked up in apt's lists, which a fresh image has not.
-if [[ $1 == demo || $1 == test ]] && [ -z "$(apt-cache depends linux-image-cloud-amd64 linux-image-virtual 2>/dev/null)" ]; then
+if [[ $1 != build ]] && [ -z "$(apt-cache depends linux-image-cloud-amd64 linux-image-virtual 2>/dev/null)" ]; then
 	$sudo apt-get -q update
 fi
 

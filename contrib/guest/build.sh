@@ -4,7 +4,9 @@
 # that holds it:
 #
 #	vmlinuz	the distribution's own cloud kernel, unpacked, not installed
-#	initrd.gz	busybox, the virtio modules, init and guestd
+#	initrd.gz	busybox, the virtio modules, init and guestd; ethtool and
+#		iperf3 where this machine has them, for tests that use the
+#		guest's console
 #
 # The result is cached by a hash of everything that goes into it, outside the
 # tree: $CULVERT_CACHE, else $XDG_CACHE_HOME/culvert, else ~/.cache/culvert.
@@ -28,6 +30,12 @@ if ldd "$busybox" >/dev/null 2>&1; then
 	die "$busybox is dynamically linked, and the guest has no libraries: apt-get install busybox-static"
 fi
 
+tools=()
+for tool in ethtool iperf3; do
+	# A user's PATH may lack /usr/sbin.
+	! path=$(PATH=$PATH:/usr/sbin:/sbin command -v "$tool") || tools+=("$path")
+done
+
 # The metapackage names the kernel of the day, which is what is downloaded.
 kernel=
 for meta in linux-image-cloud-amd64 linux-image-virtual; do # Debian, Ubuntu
@@ -41,7 +49,7 @@ mods=${kernel/linux-image/linux-modules}
 ! apt-cache show "$mods" >/dev/null 2>&1 || packages+=("$mods")
 versions=$(apt-cache show --no-all-versions "${packages[@]}" | awk '/^(Package|Version):/ {print $2}')
 
-key=$({ echo "$versions"; go version; cat "$busybox" "$here/build.sh" "$here/init" "$here"/guestd/*.go; } | sha256sum | cut -c1-16)
+key=$({ echo "$versions"; go version; cat "$busybox" "${tools[@]}" "$here/build.sh" "$here/init" "$here"/guestd/*.go; } | sha256sum | cut -c1-16)
 out=$cache/guest-$key
 if [ -e "$out/initrd.gz" ]; then
 	echo "$out"
@@ -72,6 +80,14 @@ mkdir -p "$root"/{bin,dev,etc,proc,sys,tmp,modules,www/cgi-bin}
 cp "$busybox" "$root/bin/busybox"
 cp "$here/init" "$root/init"
 chmod 755 "$root/init"
+for tool in "${tools[@]}"; do
+	cp "$tool" "$root/bin/"
+	# Its libraries, and the loader, where it will look for them.
+	while read -r so; do
+		mkdir -p "$root${so%/*}"
+		cp -L "$so" "$root$so"
+	done < <(ldd "$tool" | grep -o '/[^ ]*')
+done
 (cd "$here/guestd" && CGO_ENABLED=0 GOOS=linux GOARCH=amd64 go build -trimpath -ldflags='-s -w' -o "$root/bin/guestd" .)
 
 lib=
