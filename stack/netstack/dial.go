@@ -5,9 +5,11 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"sync"
 
 	"github.com/culvertnet/culvert/stack/relay"
 	"gvisor.dev/gvisor/pkg/tcpip"
+	"gvisor.dev/gvisor/pkg/tcpip/adapters/gonet"
 	"gvisor.dev/gvisor/pkg/tcpip/network/ipv4"
 	"gvisor.dev/gvisor/pkg/tcpip/network/ipv6"
 	"gvisor.dev/gvisor/pkg/tcpip/transport/tcp"
@@ -46,6 +48,47 @@ func (s *Stack) DialTCP(ctx context.Context, dst netip.AddrPort) (relay.GuestCon
 		return nil, fmt.Errorf("dial %s: %w", dst, wrapError(err))
 	}
 	return c, nil
+}
+
+// DialContext connects to addr, "IP:port", for a client of the daemon's own: of
+// what runs in the VM, an engine or an API server. The connection is no flow of
+// anyone's and is not counted as one; it ends with the Stack at the latest. It
+// is probed by keepalive, so that a server that vanished is noticed while
+// nothing is said. network is "tcp".
+func (s *Stack) DialContext(ctx context.Context, network, addr string) (net.Conn, error) {
+	dst, err := netip.ParseAddrPort(addr)
+	if err != nil || network != "tcp" {
+		return nil, fmt.Errorf("dial %s %s through the VM's link: it takes tcp to an IP address and port", network, addr)
+	}
+	g, err := s.DialTCP(ctx, dst)
+	if err != nil {
+		return nil, err
+	}
+	c := g.(*Conn)
+	c.settled.Do(func() {
+		s.budget.add(-1)
+		s.flows.Add(-1)
+	})
+	if err := c.KeepAlive(); err != nil {
+		c.Abort()
+		s.link.filter.release(c.peer)
+		return nil, fmt.Errorf("dial %s: %w", dst, err)
+	}
+	return &ownConn{TCPConn: gonet.NewTCPConn(&c.queue, c.ep), release: sync.OnceFunc(func() { s.link.filter.release(c.peer) })}, nil
+}
+
+// An ownConn is a connection of the daemon's own: with deadlines, which Conn has
+// not.
+type ownConn struct {
+	*gonet.TCPConn
+	release func()
+}
+
+// Close implements net.Conn.
+func (c *ownConn) Close() error {
+	err := c.TCPConn.Close()
+	c.release()
+	return err
 }
 
 // DialUDP returns a connected endpoint with a source port of its own on the

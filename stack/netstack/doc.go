@@ -13,8 +13,9 @@
 //     and keeps its address, so no first packet waits for a resolution, and a
 //     guest can neither poison the cache nor be answered for an address that is
 //     not the gateway's.
-//   - gonet and the copies it makes. Conn copies straight between a host socket
-//     and the endpoint's own chunks.
+//   - gonet and the copies it makes, but for the daemon's own connections
+//     (DialContext), which need deadlines. Conn copies straight between a host
+//     socket and the endpoint's own chunks.
 //
 // # Theory of operation
 //
