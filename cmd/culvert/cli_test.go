@@ -88,6 +88,10 @@ func (b fakeBackend) Unpublish(context.Context, api.PublishRequest) ([]api.Liste
 	return nil, nil
 }
 
+func (fakeBackend) Kubernetes() []api.Kubernetes { return nil }
+
+func (fakeBackend) WantKubernetes(context.Context, api.KubernetesRequest) error { return nil }
+
 func (fakeBackend) Events(ctx context.Context, started func(), _ func(api.Event) error) error {
 	started()
 	<-ctx.Done()

@@ -22,6 +22,7 @@ type fake struct {
 	rows    []Listener
 	err     error
 	asked   PublishRequest
+	wanted  KubernetesRequest
 	started chan struct{} // Events waits for it before it calls started
 	events  chan Event
 }
@@ -39,6 +40,18 @@ func (f *fake) Publish(_ context.Context, r PublishRequest) ([]Listener, error) 
 
 func (f *fake) Unpublish(ctx context.Context, r PublishRequest) ([]Listener, error) {
 	return f.Publish(ctx, r)
+}
+
+func (f *fake) Kubernetes() []Kubernetes {
+	return []Kubernetes{{VM: "vm1", Wanted: f.wanted.Wanted, Ports: []ServicePort{{Name: "web", Port: 80}}}}
+}
+
+func (f *fake) WantKubernetes(_ context.Context, r KubernetesRequest) error {
+	if f.err != nil {
+		return f.err
+	}
+	f.wanted = r
+	return nil
 }
 
 func (f *fake) Events(ctx context.Context, started func(), emit func(Event) error) error {
@@ -124,6 +137,26 @@ func TestPublishes(t *testing.T) {
 	assert.EqualError(t, err, "broken")
 }
 
+func TestKubernetes(t *testing.T) {
+	f := &fake{}
+	c := serve(t, f)
+	list, err := c.Kubernetes(t.Context())
+	require.NoError(t, err)
+	require.Len(t, list, 1)
+	assert.EqualValues(t, 80, list[0].Ports[0].Port)
+	for _, wanted := range []bool{true, false} {
+		want := KubernetesRequest{VM: "vm1", Wanted: wanted}
+		list, err := c.WantKubernetes(t.Context(), want)
+		require.NoError(t, err)
+		assert.Equal(t, want, f.wanted)
+		assert.Equal(t, wanted, list[0].Wanted, "as it is after the request")
+	}
+	f.err = &Problem{Status: http.StatusNotFound, Detail: "no cluster"}
+	_, err = c.WantKubernetes(t.Context(), KubernetesRequest{Wanted: true})
+	assert.EqualError(t, err, "no cluster")
+	assert.False(t, f.wanted.Wanted)
+}
+
 // TestProblems speaks to the API with what no client of ours sends.
 func TestProblems(t *testing.T) {
 	c := serve(t, &fake{})
@@ -141,6 +174,10 @@ func TestProblems(t *testing.T) {
 		{"PUT", "/v1/publishes", `{"publish":"8080:80"}`, 400, "request body"},
 		{"PUT", "/v1/publishes", `{"publish":["8080:80"],"nonsense":1}`, 400, "nonsense"},
 		{"PUT", "/v1/publishes", `{"publish":["8080:80"]} and more`, 400, "after"},
+		{"PUT", "/v1/kubernetes", `{"vm":"vm1"}`, 400, "wanted"},
+		{"PUT", "/v1/kubernetes", `{"wanted":null}`, 400, "wanted"},
+		{"PUT", "/v1/kubernetes", `{"wanted":true,"nonsense":1}`, 400, "nonsense"},
+		{"DELETE", "/v1/kubernetes", `{"wanted":true}`, 405, "GET and PUT"},
 		{"PUT", "/v1/publishes", `{"publish":["` + strings.Repeat("x", 2<<20) + `"]}`, 413, "too large"},
 	} {
 		req, err := http.NewRequestWithContext(t.Context(), r.method, "http://culvert"+r.path, strings.NewReader(r.body))

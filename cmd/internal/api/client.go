@@ -77,6 +77,17 @@ func (c *Client) Unpublish(ctx context.Context, r PublishRequest) (l []Listener,
 	return l, c.call(ctx, http.MethodDelete, "/v1/publishes", r, &l)
 }
 
+// Kubernetes returns the clusters.
+func (c *Client) Kubernetes(ctx context.Context) (k []Kubernetes, err error) {
+	return k, c.call(ctx, http.MethodGet, "/v1/kubernetes", nil, &k)
+}
+
+// WantKubernetes says whether a cluster's ports are wanted, and returns the
+// clusters as they are then: when they are not, every port is closed.
+func (c *Client) WantKubernetes(ctx context.Context, r KubernetesRequest) (k []Kubernetes, err error) {
+	return k, c.call(ctx, http.MethodPut, "/v1/kubernetes", r, &k)
+}
+
 // Events calls each for every change from now on, until ctx ends (its error),
 // the daemon does (nil), or started or each fails (its error). started is called
 // first, when no later change will be missed.

@@ -6,6 +6,8 @@
 //	PUT|DELETE /v1/publishes       a PublishRequest, answered by its Listeners
 //	GET /v1/flows                  live flows, an array of Flow
 //	GET /v1/vms                    an array of VM
+//	GET /v1/kubernetes             the clusters, an array of Kubernetes
+//	PUT /v1/kubernetes             a KubernetesRequest, answered by the clusters
 //	GET /v1/events                 one Event a line, as they happen
 //	GET /healthz                   200 while the daemon serves, and how the VMs are
 //

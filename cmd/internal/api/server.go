@@ -30,6 +30,11 @@ type Backend interface {
 	// then. An error is the request's: a *Problem to say which status it has.
 	Publish(ctx context.Context, r PublishRequest) ([]Listener, error)
 	Unpublish(ctx context.Context, r PublishRequest) ([]Listener, error)
+	// Kubernetes returns the clusters of the VMs whose config names one.
+	Kubernetes() []Kubernetes
+	// WantKubernetes says whether a cluster's ports are wanted. When it returns
+	// with false they are closed (C-43).
+	WantKubernetes(ctx context.Context, r KubernetesRequest) error
 	// Events calls emit for every change after it has called started, until ctx
 	// or the daemon ends, or emit fails.
 	Events(ctx context.Context, started func(), emit func(Event) error) error
@@ -50,6 +55,8 @@ func NewServer(b Backend) *Server {
 	mux.HandleFunc("GET /v1/vms", func(w http.ResponseWriter, _ *http.Request) { reply(w, b.VMs()) })
 	mux.HandleFunc("PUT /v1/publishes", s.publishes(b.Publish))
 	mux.HandleFunc("DELETE /v1/publishes", s.publishes(b.Unpublish))
+	mux.HandleFunc("GET /v1/kubernetes", func(w http.ResponseWriter, _ *http.Request) { reply(w, b.Kubernetes()) })
+	mux.HandleFunc("PUT /v1/kubernetes", s.wantKubernetes)
 	mux.HandleFunc("GET /v1/events", s.events)
 	mux.HandleFunc("GET /healthz", s.health)
 	mux.HandleFunc("/", func(w http.ResponseWriter, r *http.Request) { unknown(mux, w, r) })
@@ -141,25 +148,62 @@ func (s *Server) publishes(do func(context.Context, PublishRequest) ([]Listener,
 
 // readPublishes reads a request and refuses what it does not know.
 func readPublishes(body io.Reader) (req PublishRequest, err error) {
-	d := json.NewDecoder(body)
-	d.DisallowUnknownFields()
-	err = d.Decode(&req)
-	if err == nil {
-		if _, more := d.Token(); more != io.EOF {
-			err = errors.New("there is more after the request")
-		}
-	}
-	if err != nil {
-		p := &Problem{Status: http.StatusBadRequest, Detail: "request body: " + err.Error()}
-		if tooLarge := (*http.MaxBytesError)(nil); errors.As(err, &tooLarge) {
-			p.Status = http.StatusRequestEntityTooLarge
-		}
-		return req, p
+	if err := readBody(body, &req); err != nil {
+		return req, err
 	}
 	if len(req.Publish) == 0 {
 		return req, &Problem{Status: http.StatusBadRequest, Detail: `request body: "publish" names nothing`}
 	}
 	return req, nil
+}
+
+func (s *Server) wantKubernetes(w http.ResponseWriter, r *http.Request) {
+	req, err := readKubernetes(http.MaxBytesReader(w, r.Body, maxBody))
+	if err == nil {
+		err = s.backend.WantKubernetes(r.Context(), req)
+	}
+	if err != nil {
+		problem(w, err)
+		return
+	}
+	reply(w, s.backend.Kubernetes())
+}
+
+// readKubernetes reads a request. One that does not say what it wants is
+// refused: it must not close ports by leaving something out.
+func readKubernetes(body io.Reader) (req KubernetesRequest, err error) {
+	var said struct {
+		VM     string `json:"vm"`
+		Wanted *bool  `json:"wanted"`
+	}
+	if err := readBody(body, &said); err != nil {
+		return req, err
+	}
+	if said.Wanted == nil {
+		return req, &Problem{Status: http.StatusBadRequest, Detail: `request body: "wanted" is neither true nor false`}
+	}
+	return KubernetesRequest{VM: said.VM, Wanted: *said.Wanted}, nil
+}
+
+// readBody reads the one document of a request into req; the error is a
+// *Problem.
+func readBody(body io.Reader, req any) error {
+	d := json.NewDecoder(body)
+	d.DisallowUnknownFields()
+	err := d.Decode(req)
+	if err == nil {
+		if _, more := d.Token(); more != io.EOF {
+			err = errors.New("there is more after the request")
+		}
+	}
+	if err == nil {
+		return nil
+	}
+	p := &Problem{Status: http.StatusBadRequest, Detail: "request body: " + err.Error()}
+	if tooLarge := (*http.MaxBytesError)(nil); errors.As(err, &tooLarge) {
+		p.Status = http.StatusRequestEntityTooLarge
+	}
+	return p
 }
 
 func (s *Server) events(w http.ResponseWriter, r *http.Request) {

@@ -100,6 +100,41 @@ type PublishRequest struct {
 	Publish []string `json:"publish"`
 }
 
+// A Kubernetes is the cluster in one VM and its Services of type LoadBalancer.
+type Kubernetes struct {
+	VM       string        `json:"vm"`
+	API      ClusterAPI    `json:"api"`
+	Wanted   bool          `json:"wanted"`   // false after a KubernetesRequest said so
+	Failures int           `json:"failures"` // of the API server, in a row
+	Ports    []ServicePort `json:"ports"`    // in the order of asking; empty, never null
+}
+
+// A ClusterAPI is a cluster's API server.
+type ClusterAPI struct {
+	Endpoint  string `json:"endpoint"` // its URL
+	Reachable bool   `json:"reachable"`
+	Detail    string `json:"detail"` // why it is not reachable
+}
+
+// A ServicePort is one port of a Service and what became of it.
+type ServicePort struct {
+	Namespace string `json:"namespace"`
+	Name      string `json:"name"`
+	Port      uint16 `json:"port"`
+	Protocol  string `json:"protocol"` // as the cluster says it: TCP, UDP, SCTP
+	Host      string `json:"host"`     // IP:PORT
+	State     string `json:"state"`    // pending | forwarded | skipped | failed
+	Detail    string `json:"detail"`
+	RetryAt   Time   `json:"retryAt"`
+}
+
+// A KubernetesRequest is the body of PUT /v1/kubernetes: whether a cluster's
+// ports are wanted. VM may be empty while one VM has a cluster.
+type KubernetesRequest struct {
+	VM     string `json:"vm"`
+	Wanted bool   `json:"wanted"`
+}
+
 // A Problem is an error as the API states it (RFC 9457). It is an error of the
 // client's calls.
 type Problem struct {
