@@ -111,10 +111,15 @@ func tempDir(t *testing.T) string {
 // serveFake serves the fake backend and returns its socket.
 func serveFake(t *testing.T) string {
 	t.Helper()
+	return serveBackend(t, fakeBackend{})
+}
+
+func serveBackend(t *testing.T, b api.Backend) string {
+	t.Helper()
 	socket := filepath.Join(tempDir(t), "api.sock")
 	l, err := net.Listen("unix", socket)
 	require.NoError(t, err)
-	s := api.NewServer(fakeBackend{})
+	s := api.NewServer(b)
 	done := make(chan error, 1)
 	go func() { done <- s.Serve(l) }()
 	t.Cleanup(func() {
