@@ -11,7 +11,7 @@ func TestDesiredJoinsInTheOrderOfAsking(t *testing.T) {
 	a, b, c := want(t, "a", "80:80"), want(t, "b", "81:80"), want(t, "c", "82:80", "83:80/udp")
 	wants, clashes := desired([]Snapshot{
 		{Source: "one", Wants: []Want{c, a}},
-		{Source: "two", Wants: []Want{b, {Owner: docker("empty")}}},
+		{Source: "two", Wants: []Want{b, {Owner: dockerOwner("empty")}}},
 	})
 	assert.Equal(t, []Want{c, a, b}, wants)
 	assert.Empty(t, clashes)
@@ -27,10 +27,10 @@ func TestDesiredFirstWantOfAnOwnerHolds(t *testing.T) {
 
 	wants, clashes := desired([]Snapshot{one, two})
 	assert.Equal(t, []Want{first}, wants)
-	assert.Equal(t, []clash{{docker("a"), "one", "two"}}, clashes)
+	assert.Equal(t, []clash{{dockerOwner("a"), "one", "two"}}, clashes)
 
 	// The second comes into force when the first is gone or asks for nothing.
-	one.Wants = []Want{{Owner: docker("a")}}
+	one.Wants = []Want{{Owner: dockerOwner("a")}}
 	wants, clashes = desired([]Snapshot{one, two})
 	assert.Equal(t, []Want{second}, wants)
 	assert.Empty(t, clashes)
@@ -38,22 +38,22 @@ func TestDesiredFirstWantOfAnOwnerHolds(t *testing.T) {
 	// Within one snapshot too.
 	wants, clashes = desired([]Snapshot{{Source: "one", Wants: []Want{second, first}}})
 	assert.Equal(t, []Want{second}, wants)
-	assert.Equal(t, []clash{{docker("a"), "one", "one"}}, clashes)
+	assert.Equal(t, []clash{{dockerOwner("a"), "one", "one"}}, clashes)
 }
 
 func TestDiff(t *testing.T) {
 	same, moved, new := want(t, "same", "80:80"), want(t, "moved", "82:80"), want(t, "new", "83:80")
 	have := map[listener.Owner]told{
-		docker("same"):                       {specs: same.Specs},
-		docker("moved"):                      {specs: want(t, "moved", "81:80").Specs},
-		docker("z"):                          {specs: want(t, "z", "84:80").Specs},
-		docker("b"):                          {},
+		dockerOwner("same"):                  {specs: same.Specs},
+		dockerOwner("moved"):                 {specs: want(t, "moved", "81:80").Specs},
+		dockerOwner("z"):                     {specs: want(t, "z", "84:80").Specs},
+		dockerOwner("b"):                     {},
 		{Kind: listener.KindConfig, ID: "c"}: {},
 	}
 	gone, publish := diff(have, []Want{same, moved, new}, nil)
-	assert.Equal(t, []listener.Owner{{Kind: listener.KindConfig, ID: "c"}, docker("b"), docker("z")}, gone)
+	assert.Equal(t, []listener.Owner{{Kind: listener.KindConfig, ID: "c"}, dockerOwner("b"), dockerOwner("z")}, gone)
 	assert.Equal(t, []Want{moved, new}, publish)
 
-	_, publish = diff(have, []Want{same, moved}, []listener.Owner{docker("same"), docker("unknown")})
+	_, publish = diff(have, []Want{same, moved}, []listener.Owner{dockerOwner("same"), dockerOwner("unknown")})
 	assert.Equal(t, []Want{same, moved}, publish, "what is asked for is published though it did not change")
 }

@@ -2,8 +2,9 @@
 // Services ask for, and follows the VMs they lead to through their lives.
 //
 // It opens no socket and reads no frame: the Publisher does the one, the Link's
-// owner the other. It imports of this module only stack/listener, so its tests
-// need neither a network nor a guest.
+// owner the other. It imports of this module only stack/listener and the clients
+// in guest, whose types it takes and whose work it is handed, so its tests need
+// neither a network nor a guest.
 //
 // # Theory of operation
 //

@@ -27,12 +27,12 @@ func mustSpec(tb testing.TB, vm, text string) listener.Spec {
 	return s
 }
 
-func docker(id string) listener.Owner { return listener.Owner{Kind: listener.KindDocker, ID: id} }
+func dockerOwner(id string) listener.Owner { return listener.Owner{Kind: listener.KindDocker, ID: id} }
 
 // want makes a Want of a docker owner.
 func want(tb testing.TB, id string, texts ...string) Want {
 	tb.Helper()
-	w := Want{Owner: docker(id)}
+	w := Want{Owner: dockerOwner(id)}
 	for _, t := range texts {
 		w.Specs = append(w.Specs, mustSpec(tb, "default", t))
 	}

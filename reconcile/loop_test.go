@@ -80,7 +80,7 @@ func TestFB070RandomWalkEndsAtTheDesiredState(t *testing.T) {
 				p.mu.Unlock()
 			case 2: // and keeps something that nobody wants
 				p.mu.Lock()
-				p.rows[docker("nobody")] = want(t, "nobody", "9:9").Specs
+				p.rows[dockerOwner("nobody")] = want(t, "nobody", "9:9").Specs
 				p.mu.Unlock()
 			default: // a listing; what happened between two is lost
 				wanted[i] = nil
@@ -126,13 +126,13 @@ func TestFB073ResyncIsQuiet(t *testing.T) {
 
 func TestLoopLogsEachChangeOfStateOnce(t *testing.T) {
 	inLoop(t, func(t *testing.T, l *Loop, p *publisher, log *logBuffer) {
-		p.state[docker("a")] = listener.Failed
+		p.state[dockerOwner("a")] = listener.Failed
 		_, err := l.Apply(t.Context(), Snapshot{Source: "s", Wants: []Want{want(t, "a", "80:80")}})
 		require.NoError(t, err)
 		time.Sleep(5 * resyncEvery)
 		assert.Equal(t, 1, log.lines("level=DEBUG", "state=failed", "detail=because", `owner="docker a"`, "spec=80:80/tcp"))
 		p.mu.Lock()
-		delete(p.state, docker("a"))
+		delete(p.state, dockerOwner("a"))
 		p.mu.Unlock()
 		time.Sleep(5 * resyncEvery)
 		assert.Equal(t, 1, log.lines("level=DEBUG", "state=forwarded"))
@@ -142,7 +142,7 @@ func TestLoopLogsEachChangeOfStateOnce(t *testing.T) {
 
 func TestLoopPrunesOwnersNobodyWants(t *testing.T) {
 	inLoop(t, func(t *testing.T, l *Loop, p *publisher, _ *logBuffer) {
-		p.Publish(t.Context(), docker("left over"), want(t, "", "80:80").Specs)
+		p.Publish(t.Context(), dockerOwner("left over"), want(t, "", "80:80").Specs)
 		_, err := l.Apply(t.Context(), Snapshot{Source: "s", Wants: []Want{want(t, "a", "81:80")}})
 		require.NoError(t, err)
 		time.Sleep(resyncEvery + time.Second)
@@ -258,16 +258,16 @@ func TestApplyReportsWhatChangedAndWhatWasAsked(t *testing.T) {
 		outs, err := l.Apply(t.Context(), snap)
 		require.NoError(t, err)
 		require.Len(t, outs, 2)
-		assert.Len(t, outs[docker("b")], 2)
+		assert.Len(t, outs[dockerOwner("b")], 2)
 
 		outs, err = l.Apply(t.Context(), snap)
 		require.NoError(t, err)
 		assert.Empty(t, outs)
 
-		outs, err = l.Apply(t.Context(), snap, docker("a"), docker("unknown"))
+		outs, err = l.Apply(t.Context(), snap, dockerOwner("a"), dockerOwner("unknown"))
 		require.NoError(t, err)
 		require.Len(t, outs, 1)
-		assert.Equal(t, listener.Forwarded, outs[docker("a")][0].State)
+		assert.Equal(t, listener.Forwarded, outs[dockerOwner("a")][0].State)
 	})
 }
 
@@ -351,7 +351,7 @@ func TestNotesAreKeptLoggedOnceAndTold(t *testing.T) {
 	inLoop(t, func(t *testing.T, l *Loop, pub *publisher, _ *logBuffer) {
 		changed := l.Changed()
 		note := Note{Protocol: "sctp", Host: "127.0.0.1:3868", State: listener.Skipped, Detail: "protocol sctp is not carried"}
-		snap := Snapshot{Source: "s", Wants: []Want{{Owner: docker("a"), Notes: []Note{note, note}}}}
+		snap := Snapshot{Source: "s", Wants: []Want{{Owner: dockerOwner("a"), Notes: []Note{note, note}}}}
 		apply := func() {
 			_, err := l.Apply(t.Context(), snap)
 			require.NoError(t, err)
@@ -360,7 +360,7 @@ func TestNotesAreKeptLoggedOnceAndTold(t *testing.T) {
 		<-changed
 		began := time.Now()
 		require.Len(t, l.Notes(), 1)
-		assert.Equal(t, NoteView{Owner: docker("a"), Note: note, Since: began}, l.Notes()[0])
+		assert.Equal(t, NoteView{Owner: dockerOwner("a"), Note: note, Since: began}, l.Notes()[0])
 		assert.Empty(t, pub.Owners(), "a note is not published")
 
 		time.Sleep(time.Minute)
