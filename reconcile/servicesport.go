@@ -233,4 +233,3 @@ func clip(text string) string {
 	}
 	return text[:cut] + "…"
 }
-
