@@ -10,6 +10,7 @@ import (
 	"os"
 	"runtime"
 	"sync"
+	"syscall"
 	"testing"
 	"time"
 
@@ -90,6 +91,75 @@ func TestTargetAddress(t *testing.T) {
 	at := mustPublish(t, f, "x", "127.0.0.1:0:198.18.0.7:80")[0]
 	assert.Equal(t, "seven", ask(t, at))
 	assert.Equal(t, "198.18.0.7:80", only(t, f).Guest)
+}
+
+// allowing publishes text for the clients of prefixes alone.
+func allowing(tb testing.TB, f *Forwarder, text string, prefixes ...string) []netip.AddrPort {
+	tb.Helper()
+	var list []netip.Prefix
+	for _, p := range prefixes {
+		list = append(list, netip.MustParsePrefix(p))
+	}
+	spec := mustSpec(tb, text)
+	spec.Allow = listener.MakePrefixes(list...)
+	out := f.Publish(tb.Context(), owner("x"), []listener.Spec{spec})
+	require.Equal(tb, listener.Forwarded, out[0].State, out[0].Detail)
+	return out[0].Bound
+}
+
+// A client outside the prefixes is reset, and the guest never hears of it
+// (C-45, FB-113); the prefixes of an edit hold for those that come after it.
+func TestC45FB113Allow(t *testing.T) {
+	f, g := mustAttached(t, Options{})
+	served := make(chan struct{}, 100)
+	g.serveTCP(t, 80, func(c *net.TCPConn) {
+		served <- struct{}{}
+		_, _ = io.WriteString(c, "hello")
+	})
+	from := func(client string, at netip.AddrPort) (string, error) {
+		d := net.Dialer{LocalAddr: net.TCPAddrFromAddrPort(netip.AddrPortFrom(netip.MustParseAddr(client), 0))}
+		c, err := d.DialContext(t.Context(), "tcp", at.String())
+		if err != nil {
+			return "", err // the reset may be there before connect returns
+		}
+		defer c.Close()
+		require.NoError(t, c.SetDeadline(time.Now().Add(patience)))
+		b, err := io.ReadAll(c)
+		return string(b), err
+	}
+	text := fmt.Sprintf("%d:80", freePort(t))
+	bound := allowing(t, f, text, "127.9.0.0/16")
+	require.Len(t, bound, 2)
+	for _, tt := range []struct {
+		client string
+		at     netip.AddrPort
+		served bool
+	}{
+		{"127.9.0.2", bound[0], true}, {"127.9.255.255", bound[0], true}, {"127.8.0.2", bound[0], false},
+		{"127.0.0.1", bound[0], false}, {"::1", bound[1], false},
+	} {
+		got, err := from(tt.client, tt.at)
+		if tt.served {
+			require.NoError(t, err, tt.client)
+			assert.Equal(t, "hello", got, tt.client)
+			<-served
+		} else {
+			assert.ErrorIs(t, err, syscall.ECONNRESET, tt.client)
+		}
+	}
+	assert.Empty(t, served)
+	row := only(t, f)
+	assert.Equal(t, map[string]uint64{refusedRange: 3}, row.Flows.Refused)
+	assert.EqualValues(t, 2, row.Flows.Total, "who is refused has no flow")
+
+	bound = allowing(t, f, text, "127.0.0.1/32", "::1/128")
+	for _, at := range bound {
+		got, err := from(at.Addr().String(), at)
+		require.NoError(t, err)
+		assert.Equal(t, "hello", got)
+	}
+	_, err := from("127.9.0.2", bound[0])
+	assert.ErrorIs(t, err, syscall.ECONNRESET)
 }
 
 func TestTransfer(t *testing.T) {

@@ -92,6 +92,34 @@ func TestC20OneFlowPerClient(t *testing.T) {
 	assert.Len(t, sources, 20)
 }
 
+// A client outside the prefixes gets no flow, and its datagrams go nowhere
+// (C-45, FB-113).
+func TestC45FB113AllowUDP(t *testing.T) {
+	f, g := mustAttached(t, Options{})
+	asked := make(chan string, 100)
+	g.serveUDP(t, 53, func(c *net.UDPConn, from netip.AddrPort, b []byte) {
+		asked <- string(b)
+		echoUDP(c, from, b)
+	})
+	at := allowing(t, f, "127.0.0.1:0:53/udp", "127.9.0.0/16")[0]
+	from := func(client string) *net.UDPConn {
+		c, err := net.DialUDP("udp", &net.UDPAddr{IP: net.ParseIP(client)}, net.UDPAddrFromAddrPort(at))
+		require.NoError(t, err)
+		t.Cleanup(func() { c.Close() })
+		require.NoError(t, c.SetDeadline(time.Now().Add(patience)))
+		return c
+	}
+	outside := from("127.8.0.2")
+	for range 3 {
+		_, err := outside.Write([]byte("outside"))
+		require.NoError(t, err)
+	}
+	eventually(t, "they are counted", func() bool { return only(t, f).Flows.Refused[refusedRange] == 3 })
+	assert.Equal(t, "inside", exchange(t, from("127.9.0.2"), "inside"))
+	assert.Equal(t, "inside", <-asked, "the first that the guest hears of")
+	assert.Equal(t, FlowCount{Active: 1, Total: 1, Refused: map[string]uint64{refusedRange: 3}}, only(t, f).Flows)
+}
+
 // The answer comes from the very address that was asked, on a wildcard listener
 // too.
 func TestFB037FB038ReplySource(t *testing.T) {
