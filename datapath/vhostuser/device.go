@@ -25,10 +25,11 @@ type device struct {
 	changed func()
 	fail    func(error)
 
-	mu    sync.RWMutex
-	mem   memTable
-	rings []*vring    // RX and TX of each pair in turn
-	att   *attachment // the one that is not yet closed; nil if there is none
+	mu     sync.RWMutex
+	mem    memTable
+	rings  []*vring    // RX and TX of each pair in turn
+	att    *attachment // the one that is not yet closed; nil if there is none
+	closed bool        // there will be no other
 }
 
 func newDevice(name string, pairs int, changed func(), fail func(error)) *device {
@@ -248,11 +249,14 @@ func (d *device) reset() {
 
 // close frees everything: the front-end has gone, for the reason why.
 func (d *device) close(why error) {
-	d.mu.RLock()
+	d.mu.Lock()
+	// At once: who sees the attachment's end may ask for the next one while the
+	// rings still run, and nothing would end that.
+	d.closed = true
 	if d.att != nil {
 		d.att.end(why)
 	}
-	d.mu.RUnlock()
+	d.mu.Unlock()
 	for i := range d.rings {
 		d.stop(i)
 	}
@@ -273,7 +277,7 @@ func (d *device) close(why error) {
 func (d *device) attach(released func()) *attachment {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	if d.att != nil {
+	if d.att != nil || d.closed {
 		return nil
 	}
 	for i := 0; i < len(d.rings); i += 2 {

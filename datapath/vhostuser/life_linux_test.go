@@ -660,6 +660,27 @@ func TestReconnects(t *testing.T) {
 	assert.Zero(t, l.Refused())
 }
 
+// TestGoneOnce: while the rings of a front-end that has left are being stopped,
+// which takes a moment where there are many, they are given to nobody any more.
+func TestGoneOnce(t *testing.T) {
+	datapathtest.Leaks(t)
+	l := mustListen(t, Options{Queues: MaxQueues})
+	cfg := plain()
+	cfg.features |= featureMQ
+	cfg.pairs, cfg.num, cfg.rxSize = MaxQueues, 16, 1600
+	for range 20 {
+		v := mustConnect(t, l.path, cfg)
+		a := mustAccept(t, l)
+		v.close()
+		require.ErrorIs(t, mustEnd(t, a), datapath.ErrPeerGone)
+		require.NoError(t, a.Close())
+		ctx, cancel := context.WithTimeout(t.Context(), 5*time.Millisecond)
+		_, err := l.Accept(ctx)
+		cancel()
+		require.ErrorIs(t, err, context.DeadlineExceeded)
+	}
+}
+
 // TestSecondFrontend: whoever has the guest keeps it; the other is told at once,
 // logged once.
 func TestSecondFrontend(t *testing.T) {
