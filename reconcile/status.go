@@ -20,9 +20,11 @@ const (
 	// VMStalled: attached, but the node does not answer; from the attachment to
 	// the first answer too. Listeners are open if it was ready in this life.
 	VMStalled
-	// VMPaused: its VMM says so. Nothing asks a VMM yet.
+	// VMPaused: its VMM says so. Listeners are open if it was ready in this life,
+	// and nothing is asked of the node.
 	VMPaused
-	// VMGone: it was there and left. Nothing of it is open.
+	// VMGone: it was there and left, or its VMM says that it has shut down.
+	// Nothing of it is open.
 	VMGone
 )
 
@@ -50,11 +52,14 @@ type VMView struct {
 	// Detail is the sentence for people that says why; empty when ready.
 	Detail string
 	// Generation counts the lives of the VM: 0 before the first attachment, 1
-	// from then on, one more with each further one.
+	// from then on, one more with each further one and with each reset.
 	Generation uint64
 	// Since is when State was entered.
 	Since time.Time
 	Probe Probe
+	// VMM is what the VMM last said ("running", "paused (io-error)"), or why it
+	// cannot be asked; empty where nobody asks one, and before the first word.
+	VMM string
 }
 
 // A Probe is what became of the probes of a VM's present, or last, life.

@@ -9,6 +9,8 @@ import (
 	"slices"
 	"sync"
 	"time"
+
+	vmm "github.com/culvertnet/culvert/guest/vm"
 )
 
 const (
@@ -33,7 +35,8 @@ const (
 
 	acceptBackoffMin = 250 * time.Millisecond
 	acceptBackoffMax = 2 * time.Second
-	// A peer that connects and closes as fast as it can gets ten lives a second.
+	// A peer that connects and closes as fast as it can gets ten lives a second,
+	// and so does a guest that resets itself.
 	lifeEvery = 100 * time.Millisecond
 )
 
@@ -43,6 +46,9 @@ type VM struct {
 	Name string
 	// Attacher is used by this VM alone and closed with it.
 	Attacher Attacher
+	// VMM says whether the VM is paused, reset or shut down; nil where nobody
+	// asks one. It is used by this VM alone.
+	VMM VMM
 	// Sources makes those that look at one life of the VM, when it first becomes
 	// ready; nil means none. Their snapshots carry the VM's name and generation.
 	// The link is closed without waiting for them: calls on it fail then.
@@ -70,6 +76,9 @@ type vm struct {
 	log    *slog.Logger
 	cancel context.CancelFunc
 	done   chan struct{} // closed when its goroutine has ended
+	words  *words        // its VMM's
+	// refollow holds one while Refollow waits to be heard.
+	refollow chan struct{}
 
 	// Guarded by VMs.mu.
 	view    VMView
@@ -99,12 +108,14 @@ func (s *VMs) Add(m VM) error {
 	}
 	ctx, cancel := context.WithCancel(s.ctx)
 	v := &vm{
-		VM:      m,
-		log:     s.log.With("vm", m.Name),
-		cancel:  cancel,
-		done:    make(chan struct{}),
-		view:    VMView{Name: m.Name, State: VMWaiting, Detail: nothingYet, Since: time.Now()},
-		changed: make(chan struct{}),
+		VM:       m,
+		log:      s.log.With("vm", m.Name),
+		cancel:   cancel,
+		done:     make(chan struct{}),
+		words:    newWords(),
+		refollow: make(chan struct{}, 1),
+		view:     VMView{Name: m.Name, State: VMWaiting, Detail: nothingYet, Since: time.Now()},
+		changed:  make(chan struct{}),
 	}
 	s.vms = append(s.vms, v)
 	go func() {
@@ -132,6 +143,19 @@ func (s *VMs) Remove(name string) {
 	s.mu.Unlock()
 	if v != nil {
 		s.forget(v)
+	}
+}
+
+// Refollow makes the sources of a VM anew, as when what Sources gives is another
+// now. It returns at once; an unknown name is no error.
+func (s *VMs) Refollow(name string) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if v := s.find(name); v != nil {
+		select {
+		case v.refollow <- struct{}{}:
+		default:
+		}
 	}
 }
 
@@ -169,8 +193,12 @@ func (s *VMs) forget(v *vm) {
 // nothingYet is why a VM is waiting, when nothing went wrong.
 const nothingYet = "nothing has attached yet"
 
-// run leads v through one life after the other until ctx ends.
+// run leads v from one link to the next until ctx ends.
 func (s *VMs) run(ctx context.Context, v *vm) {
+	var hearing sync.WaitGroup
+	if v.VMM != nil {
+		hearing.Go(func() { v.VMM.Follow(ctx, func(e vmm.Event) { s.hear(v, e) }) })
+	}
 	why := nothingYet // of the present state, waiting or gone
 	for {
 		link := s.accept(ctx, v, why)
@@ -178,7 +206,7 @@ func (s *VMs) run(ctx context.Context, v *vm) {
 			break
 		}
 		began := time.Now()
-		why = s.live(ctx, v, link)
+		why = s.lives(ctx, v, link)
 		if !sleep(ctx, lifeEvery-time.Since(began)) {
 			break
 		}
@@ -186,6 +214,18 @@ func (s *VMs) run(ctx context.Context, v *vm) {
 	if err := v.Attacher.Close(); err != nil {
 		v.log.Warn("close of attacher failed", "err", err)
 	}
+	hearing.Wait()
+}
+
+// hear takes what v's VMM says.
+func (s *VMs) hear(v *vm, e vmm.Event) {
+	w := v.words.hear(e)
+	s.update(v, func(view *VMView) { view.VMM = w.text })
+	level := slog.LevelDebug
+	if e.Kind == vmm.Lost {
+		level = slog.LevelWarn // its resets and shutdowns go unnoticed
+	}
+	v.log.Log(context.Background(), level, "vmm", "says", w.text)
 }
 
 // accept waits for the next life. It returns nil when ctx has ended.
@@ -211,111 +251,58 @@ func (s *VMs) accept(ctx context.Context, v *vm, why string) Link {
 	}
 }
 
-// live is one life of v, from its attachment to the moment when nothing of it
-// is left. It returns the reason of its end.
-func (s *VMs) live(ctx context.Context, v *vm, link Link) (why string) {
-	var generation uint64
-	s.update(v, func(view *VMView) {
-		view.Generation++
-		generation = view.Generation
-		view.State, view.Detail, view.Probe = VMStalled, noAnswerYet, Probe{}
-	})
-	probing, stop := context.WithCancel(ctx)
-	results := make(chan result)
+// lives leads v through its lives on link, of which there are several when its
+// VMM resets the guest or boots it again, and closes link. It returns why v is
+// gone.
+func (s *VMs) lives(ctx context.Context, v *vm, link Link) (why string) {
 	var prober sync.WaitGroup
-	prober.Go(func() { probe(probing, link, results) })
-
-	why = s.watch(ctx, v, link, generation, results)
-
-	// Listeners first: a client must not reach a port of a VM that is not there.
-	// Gone is said when the ports are free, and before link.Close, which waits
-	// for goroutines that may be in the middle of something.
-	stop()
-	v.Attacher.DetachVM()
-	s.loop.DropVM(v.Name)
-	s.update(v, func(view *VMView) { view.State, view.Detail, view.Probe.OK = VMGone, why, false })
-	s.loop.Resync()
-	if err := link.Close(); err != nil {
-		v.log.Warn("close of link failed", "err", err)
+	defer func() {
+		if err := link.Close(); err != nil {
+			v.log.Warn("close of link failed", "err", err)
+		}
+		prober.Wait()
+	}()
+	for lived := false; ; lived = true {
+		w, over := s.hold(ctx, v, link, lived)
+		if over {
+			return w.end
+		}
+		l := &life{vms: s, vm: v, link: link, word: w, since: time.Now()}
+		end := l.live(ctx, &prober)
+		if !end.again {
+			return end.why
+		}
+		// What the earlier guest sent and nobody has read yet must not pass for an
+		// answer of the next: it is read in this time, while nothing is asked.
+		prober.Wait()
+		if !sleep(ctx, lifeEvery) {
+			return end.why
+		}
 	}
-	prober.Wait()
-	return why
 }
 
-// noAnswerYet and noAnswer are why an attached VM is not ready.
-const (
-	noAnswerYet = "attached, the node has not answered yet"
-	noAnswer    = "the node does not answer"
-)
-
-// watch turns what happens to link into states of v, until link's life is over.
-// It returns the reason of that.
-func (s *VMs) watch(ctx context.Context, v *vm, link Link, generation uint64, results <-chan result) (why string) {
-	began := time.Now()
-	attached, missed := false, 0
+// hold waits while the VMM says that the guest has shut down: what is attached
+// then is a VMM without a guest. The link is kept, since QEMU 7.2 does not
+// connect a second time. It is over when it ends meanwhile and, where a link does
+// not tell, when the VMM is gone that had it; lived says that it had a guest.
+func (s *VMs) hold(ctx context.Context, v *vm, link Link, lived bool) (w word, over bool) {
 	for {
-		var r result
-		select {
-		case <-ctx.Done():
-		case <-link.Done():
-		case r = <-results:
-		}
-		if why, over := ended(ctx, link); over {
-			return why
-		}
-		if r.err != nil {
-			missed++
-		} else {
-			missed = 0
-		}
-		lost := missed >= missesAllowed
+		w, changed := v.words.now()
 		switch {
-		case r.err == nil && !attached:
-			attached = true
-			v.Attacher.AttachVM(link)
-			if why, over := ended(ctx, link); over {
-				return why
-			}
-			if v.Sources != nil {
-				for _, src := range v.Sources(generation, link) {
-					s.loop.AddSource(v.Name, generation, src)
-				}
-			}
-			s.update(v, r.passed)
-			s.loop.Resync()
-		case r.err == nil:
-			s.update(v, r.passed)
-		case !attached && !link.Connected() && time.Since(began) >= firstAnswerWithin:
-			return fmt.Sprintf("the node has not answered within %s", firstAnswerWithin)
-		case !attached:
-			s.update(v, r.missed(VMStalled, noAnswerYet))
-		case lost && !link.Connected():
-			return fmt.Sprintf("the node missed %d probes of %s", missesAllowed, probeTimeout)
-		case lost:
-			s.update(v, r.missed(VMStalled, noAnswer))
-		default:
-			s.update(v, r.missed(VMReady, ""))
+		case !w.shut, w.lost && !lived: // it is another VMM's than the one that said so
+			return w, false
+		case w.lost && !link.Connected():
+			return w, true
+		}
+		s.update(v, func(view *VMView) { view.State, view.Detail = VMGone, w.end })
+		select {
+		case <-changed:
+		case <-link.Done():
+			return w, true
+		case <-ctx.Done():
+			return w, true
 		}
 	}
-}
-
-// unfollowed is why a VM is gone that was removed from VMs.
-const unfollowed = "culvert no longer follows it"
-
-// ended says whether the life of link is over, and why.
-func ended(ctx context.Context, link Link) (why string, over bool) {
-	select {
-	case <-link.Done():
-		if err := link.Err(); err != nil {
-			return err.Error(), true
-		}
-		return "the datapath ended", true
-	default:
-	}
-	if ctx.Err() != nil {
-		return unfollowed, true
-	}
-	return "", false
 }
 
 // update changes v's view and lets those know who wait for another state.
@@ -334,61 +321,8 @@ func (s *VMs) update(v *vm, change func(*VMView)) {
 		return
 	}
 	level := slog.LevelInfo
-	if was == VMReady && is.Detail != unfollowed {
+	if was == VMReady && is.State != VMPaused && is.Detail != unfollowed {
 		level = slog.LevelWarn
 	}
 	v.log.Log(context.Background(), level, "vm state", "state", is.State.String(), "detail", is.Detail, "generation", is.Generation)
-}
-
-// A result is what became of one probe.
-type result struct {
-	at  time.Time
-	rtt time.Duration
-	err error
-}
-
-// passed makes view that of a VM that answers.
-func (r result) passed(view *VMView) {
-	view.State, view.Detail = VMReady, ""
-	view.Probe = Probe{OK: true, At: r.at, RTT: r.rtt}
-}
-
-// missed returns what makes a view that of a VM in state, because it did not
-// answer.
-func (r result) missed(state VMState, detail string) func(*VMView) {
-	// A deadline is what "does not answer" means; any other error says more.
-	if detail != "" && !errors.Is(r.err, context.DeadlineExceeded) {
-		detail += ": " + r.err.Error()
-	}
-	return func(view *VMView) {
-		view.State, view.Detail = state, detail
-		view.Probe.OK, view.Probe.At = false, r.at
-	}
-}
-
-// probe asks link again and again until ctx ends. It has a goroutine of its
-// own, so that no probe holds up the end of a life.
-func probe(ctx context.Context, link Link, results chan<- result) {
-	every := probeFirst
-	for {
-		began := time.Now()
-		limited, cancel := context.WithTimeout(ctx, probeTimeout)
-		rtt, err := link.Probe(limited)
-		cancel()
-		select {
-		case results <- result{time.Now(), rtt, err}:
-		case <-ctx.Done():
-			return
-		}
-		switch {
-		case err != nil:
-		case link.Connected():
-			every = probeConnected
-		default:
-			every = probeConnectionless
-		}
-		if !sleep(ctx, every-time.Since(began)) {
-			return
-		}
-	}
 }

@@ -10,6 +10,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	vmm "github.com/culvertnet/culvert/guest/vm"
 	"github.com/culvertnet/culvert/stack/listener"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
@@ -21,6 +22,7 @@ type vmBench struct {
 	*VMs
 	*publisher
 	*attacher
+	*monitor
 	log     *logBuffer
 	sources []*source // one for each life that became ready
 }
@@ -28,8 +30,8 @@ type vmBench struct {
 func inVMs(t *testing.T, f func(t *testing.T, b *vmBench)) {
 	t.Helper()
 	inLoop(t, func(t *testing.T, l *Loop, p *publisher, log *logBuffer) {
-		b := &vmBench{VMs: NewVMs(l, l.log), publisher: p, attacher: newAttacher(), log: log}
-		require.NoError(t, b.VMs.Add(VM{Name: "default", Attacher: b.attacher, Sources: func(generation uint64, _ Link) []Source {
+		b := &vmBench{VMs: NewVMs(l, l.log), publisher: p, attacher: newAttacher(), monitor: newMonitor(), log: log}
+		require.NoError(t, b.VMs.Add(VM{Name: "default", Attacher: b.attacher, VMM: b.monitor, Sources: func(generation uint64, _ Link) []Source {
 			src := newSource("containers")
 			b.sources = append(b.sources, src)
 			return []Source{src}
@@ -331,6 +333,18 @@ func TestVMRemovedInEachStage(t *testing.T) {
 		}, []string{"attach one", "detach one", "close one", "close"}},
 		"ready": {func(t *testing.T, b *vmBench) { b.ready(t, "one", true) },
 			[]string{"attach one", "detach one", "close one", "close"}},
+		"held": {func(t *testing.T, b *vmBench) {
+			b.ready(t, "one", true)
+			b.says(vmm.Event{Kind: vmm.Shutdown})
+		}, []string{"attach one", "detach one", "close one", "close"}},
+		"reset": {func(t *testing.T, b *vmBench) {
+			b.ready(t, "one", true)
+			b.says(vmm.Event{Kind: vmm.Reset})
+		}, []string{"attach one", "detach one", "close one", "close"}},
+		"paused": {func(t *testing.T, b *vmBench) {
+			b.ready(t, "one", true)
+			b.says(vmm.Event{Kind: vmm.Paused})
+		}, []string{"attach one", "detach one", "close one", "close"}},
 		"retired": {func(t *testing.T, b *vmBench) {
 			l := b.ready(t, "one", true)
 			l.slow = time.Minute
