@@ -1,8 +1,8 @@
 package reconcile
 
 import (
+	"crypto/sha256"
 	"encoding/binary"
-	"hash/fnv"
 	"net/netip"
 	"sync"
 
@@ -19,8 +19,8 @@ const ownAddresses = 1<<16 - 2
 // Addresses gives owners loopback addresses of their own, for `address:
 // loopback`. One serves all VMs. All methods are safe for concurrent use.
 //
-// An owner's address is found by hashing who it is, and the next free one is
-// taken where that is another's. So it is the same after a restart of the
+// An owner's address is found by hashing who it is, and another is looked for
+// where that is taken. So it is the same after a restart of the
 // container, and of the daemon, but for the few whose hashes met: of 1 000 owners
 // some 8 (1000² / 2 / 65534).
 type Addresses struct {
@@ -52,18 +52,22 @@ func (a *Addresses) Acquire(o listener.Owner) (netip.Addr, bool) {
 	if len(a.taken) >= ownAddresses {
 		return netip.Addr{}, false
 	}
-	h := fnv.New32a()
-	h.Write([]byte(o.Kind + "\x00" + o.VM + "\x00" + o.ID))
-	host := uint16(h.Sum32()%ownAddresses) + 1
-	for {
-		if _, is := a.taken[host]; !is {
-			break
-		}
-		host = host%ownAddresses + 1
+	h := sha256.Sum256([]byte(o.Kind + "\x00" + o.VM + "\x00" + o.ID))
+	// An odd step comes past all of the 2^16, and each owner's is another: no
+	// queues form where hashes met.
+	host, step := binary.BigEndian.Uint16(h[:]), binary.BigEndian.Uint16(h[2:])|1
+	for !a.free(host) {
+		host += step
 	}
 	own := &ownAddress{host, 1}
 	a.taken[host], a.held[o] = o, own
 	return own.addr(), true
+}
+
+// free says whether an address of the network can be given away.
+func (a *Addresses) free(host uint16) bool {
+	_, is := a.taken[host]
+	return !is && host != 0 && host != 1<<16-1
 }
 
 // Release takes back one Acquire. An owner without an address is no error.
