@@ -159,6 +159,27 @@ func (l *Loop) AddSource(vm string, generation uint64, src Source) {
 	})
 }
 
+// Follow makes sources all that run for one life of a VM: those of other names
+// end and what they wanted is withdrawn, the rest is as with AddSource. What a
+// replaced source wanted stays in force until its successor speaks.
+func (l *Loop) Follow(vm string, generation uint64, sources ...Source) {
+	l.mu.Lock()
+	for key, f := range l.followed {
+		if key.vm == vm && !slices.ContainsFunc(sources, func(s Source) bool { return s.Name() == key.name }) {
+			f.cancel()
+			delete(l.followed, key)
+			l.snaps = slices.DeleteFunc(l.snaps, func(s Snapshot) bool { return s.VM == vm && s.Source == key.name })
+		}
+	}
+	if !l.ended {
+		l.converge(nil)
+	}
+	l.mu.Unlock()
+	for _, src := range sources {
+		l.AddSource(vm, generation, src)
+	}
+}
+
 // follow runs src again and again until ctx ends.
 func (l *Loop) follow(ctx context.Context, vm string, src Source) {
 	log := l.log.With("source", src.Name(), "vm", vm)

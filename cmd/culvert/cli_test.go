@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"flag"
 	"net"
+	"net/http"
 	"os"
 	"path/filepath"
 	"strings"
@@ -48,7 +49,7 @@ type fakeBackend struct{}
 
 var fakeTime = api.Time{Time: time.Date(2026, 1, 2, 15, 4, 5, 0, time.UTC)}
 
-func (fakeBackend) Listeners() []api.Listener {
+func (fakeBackend) Listeners(of string) ([]api.Listener, error) {
 	web := api.Listener{
 		Owner: api.Owner{Kind: "cli", ID: "8080:80/tcp"}, Protocol: "tcp", Host: "127.0.0.1:8080",
 		Bound: []string{"127.0.0.1:8080", "[::1]:8080"}, VM: "default", Guest: "10.0.2.2:80", State: "forwarded", Source: "gateway",
@@ -60,7 +61,20 @@ func (fakeBackend) Listeners() []api.Listener {
 		Guest: "10.0.2.2:53", State: "failed", Detail: "host port 127.0.0.1:53/udp is in use by \x1b[31mnamed (pid 12)", Source: "gateway",
 		Flows: api.FlowCount{Refusals: map[string]uint64{}}, RetryAt: fakeTime, Since: fakeTime,
 	}
-	return []api.Listener{web, dns}
+	switch of {
+	case "":
+		return []api.Listener{web, dns}, nil
+	case "8080":
+		return []api.Listener{web}, nil
+	}
+	return nil, &api.Problem{Status: http.StatusNotFound, Detail: "there is no " + of}
+}
+
+func (fakeBackend) Names() []api.Name {
+	return []api.Name{{
+		Name: "web", VM: "default", Addresses: []string{"127.0.0.1", "::1"},
+		Owners: []api.Owner{{Kind: "docker", ID: strings.Repeat("3f2a", 16)}},
+	}}
 }
 
 func (fakeBackend) Flows() []api.Flow {
@@ -81,7 +95,7 @@ func (fakeBackend) VMs() []api.VM {
 }
 
 func (b fakeBackend) Publish(context.Context, api.PublishRequest) ([]api.Listener, error) {
-	return b.Listeners(), nil
+	return b.Listeners("")
 }
 
 func (b fakeBackend) Unpublish(context.Context, api.PublishRequest) ([]api.Listener, error) {
@@ -140,6 +154,8 @@ func TestGolden(t *testing.T) {
 		"ls-id":      {"ls", "8080"},
 		"flows":      {"flows"},
 		"flows-json": {"flows", "-o", "json"},
+		"names":      {"names"},
+		"names-json": {"names", "-o", "json"},
 		"vms":        {"vms"},
 		"vms-json":   {"vms", "-o", "json"},
 	} {
@@ -170,6 +186,8 @@ func TestExitCodes(t *testing.T) {
 		{"ls -o xml --api " + socket, 2, "xml"},
 		{"ls --owner nobody --api " + socket, 2, "nobody"},
 		{"ls a b --api " + socket, 2, "--help"},
+		{"ls nobody --api " + socket, 1, "there is no nobody"},
+		{"names --api " + missing, 3, "no daemon"},
 		{"frobnicate", 2, "frobnicate"},
 		{"completion", 2, "zsh"},
 		{"completion ksh", 2, "ksh"},
@@ -226,7 +244,8 @@ func TestTable(t *testing.T) {
 // gone, and no word of what only counts on.
 func TestChanges(t *testing.T) {
 	var out bytes.Buffer
-	rows := fakeBackend{}.Listeners()
+	rows, err := fakeBackend{}.Listeners("")
+	require.NoError(t, err)
 	c := &changes{out: &out}
 	require.NoError(t, c.show(rows))
 	first := out.String()

@@ -166,7 +166,7 @@ func demoUse(ctx context.Context, cmd *cobra.Command, c *api.Client) error {
 		return &failedError{fmt.Sprintf("fetched %q, and not the guest's page", page)}
 	}
 	fmt.Fprintf(out, "%s$ culvert ls\n", page)
-	rows, err = c.Listeners(ctx)
+	rows, err = c.Listeners(ctx, "")
 	if err != nil {
 		return err
 	}

@@ -2,7 +2,9 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
+	"net/http"
 	"strings"
 
 	"github.com/culvertnet/culvert/cmd/internal/api"
@@ -13,7 +15,7 @@ func newLs() *cobra.Command {
 	var owner, vm string
 	var follow bool
 	cmd := &cobra.Command{
-		Use:   "ls [ID]",
+		Use:   "ls [CONTAINER|SERVICE|PUBLISH]",
 		Short: "List every requested host port, who asked for it, and what became of it",
 		Long: `Lists the ledger: every requested host port, who asked for it, its state and why.
 
@@ -22,7 +24,9 @@ func newLs() *cobra.Command {
   skipped     never possible, not tried again
   failed      not possible now; tried again, and at once when a row of ours leaves
 
-With an ID only rows of owners whose id begins with it are shown.
+With an argument only its rows are shown: those of a container, by its id, its
+name or four or more characters that only its id begins with; of a Service, as
+namespace/name; or of a publish as it was asked for.
 
 With -w a terminal shows the list as it is at every moment. Elsewhere it is printed
 once, and then each row that has changed; one that has left is "gone". With -o json
@@ -38,10 +42,18 @@ each row is a document of its own then, on one line.`,
 			c := client(cmd)
 			defer c.Close()
 			list := func(ctx context.Context) ([]api.Listener, error) {
-				all, err := c.Listeners(ctx)
+				of := ""
+				if len(args) > 0 {
+					of = args[0]
+				}
+				all, err := c.Listeners(ctx, of)
+				var unknown *api.Problem
+				if follow && errors.As(err, &unknown) && unknown.Status == http.StatusNotFound {
+					err = nil // it may come, and it may come back
+				}
 				var rows []api.Listener
 				for _, l := range all {
-					if (owner == "" || l.Owner.Kind == owner) && (vm == "" || l.VM == vm) && (len(args) == 0 || strings.HasPrefix(l.Owner.ID, args[0])) {
+					if (owner == "" || l.Owner.Kind == owner) && (vm == "" || l.VM == vm) {
 						rows = append(rows, l)
 					}
 				}

@@ -107,7 +107,7 @@ Exit codes: 0 fine, 1 the request failed, 2 wrong usage, 3 no daemon.`,
 		return &usageError{fmt.Errorf("%w; see `%s --help`", err, cmd.CommandPath())}
 	})
 	root.AddCommand(
-		newDaemon(hurry), newWait(), newPublish(), newUnpublish(), newLs(), newFlows(), newVMs(), newKubernetes(), newDemo(), newVersion(),
+		newDaemon(hurry), newWait(), newPublish(), newUnpublish(), newLs(), newFlows(), newVMs(), newNames(), newKubernetes(), newDemo(), newVersion(),
 	)
 	root.SetOut(stdout)
 	root.SetErr(stderr)

@@ -56,7 +56,7 @@ func writeJSON[T any](w io.Writer, list []T) error {
 type table struct {
 	head  []string
 	rows  [][]string
-	state int // the column that is coloured by its word
+	state int // the column that is coloured by its word; -1 for none
 	// widths are the columns' least widths, and their widths once written: a
 	// table that goes on, headless, fits the one before it.
 	widths   []int
@@ -117,7 +117,7 @@ func (t *table) text(width int, colour bool) string {
 		if width > 0 && len(text) > width {
 			text = append(text[:width-1], '…')
 		}
-		if colour && n > 0 && end <= len(text) {
+		if colour && n > 0 && t.state >= 0 && end <= len(text) {
 			fmt.Fprintf(&out, "%s%s%s\x1b[0m%s\n", string(text[:start]), colourOf(row[t.state]), string(text[start:end]), string(text[end:]))
 			continue
 		}

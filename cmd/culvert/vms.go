@@ -18,6 +18,7 @@ func newVMs() *cobra.Command {
   waiting   nothing is attached yet
   ready     attached, and the node answers through the datapath
   stalled   attached, and the node does not answer
+  paused    its VMM paused it; its ports stay open
   gone      it was there and left; its ports are closed until it returns`,
 		Args: usageArgs(cobra.NoArgs),
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -50,8 +51,19 @@ func vmTable(vms []api.VM) *table {
 		}
 		t.rows = append(t.rows, []string{
 			v.Name, v.State, v.Attach, v.Node, fmt.Sprint(v.Generation), offloads, rtt, fmt.Sprint(v.Flows),
-			bytesText(v.Bytes.ToGuest), bytesText(v.Bytes.ToHost), drops, v.Detail,
+			bytesText(v.Bytes.ToGuest), bytesText(v.Bytes.ToHost), drops, vmDetail(v),
 		})
 	}
 	return t
+}
+
+// vmDetail is why a VM is not ready, or why its containers are not followed.
+func vmDetail(v api.VM) string {
+	switch {
+	case v.Detail == "":
+		return v.Engine.Detail
+	case v.Engine.Detail == "":
+		return v.Detail
+	}
+	return v.Detail + "; " + v.Engine.Detail
 }

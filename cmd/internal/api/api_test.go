@@ -27,8 +27,14 @@ type fake struct {
 	events  chan Event
 }
 
-func (f *fake) Listeners() []Listener { return f.rows }
-func (f *fake) Flows() []Flow         { return nil }
+func (f *fake) Listeners(of string) ([]Listener, error) {
+	if of == "" || of == "a b&c" {
+		return f.rows, nil
+	}
+	return nil, &Problem{Status: http.StatusNotFound, Detail: "no " + of}
+}
+func (f *fake) Names() []Name { return nil }
+func (f *fake) Flows() []Flow { return nil }
 func (f *fake) VMs() []VM {
 	return []VM{{Name: "vm1", State: "gone", Detail: "QEMU closed the connection"}}
 }
@@ -101,9 +107,21 @@ func serve(t *testing.T, b Backend) *Client {
 	return c
 }
 
+func TestListenersOf(t *testing.T) {
+	c := serve(t, &fake{rows: []Listener{{VM: "x"}}})
+	rows, err := c.Listeners(t.Context(), "a b&c")
+	require.NoError(t, err)
+	assert.Len(t, rows, 1)
+	_, err = c.Listeners(t.Context(), "?")
+	var p *Problem
+	require.ErrorAs(t, err, &p)
+	assert.Equal(t, http.StatusNotFound, p.Status)
+	assert.Equal(t, "no ?", p.Detail)
+}
+
 func TestLists(t *testing.T) {
 	c := serve(t, &fake{})
-	rows, err := c.Listeners(t.Context())
+	rows, err := c.Listeners(t.Context(), "")
 	require.NoError(t, err)
 	assert.NotNil(t, rows, "an empty list is a list")
 	flows, err := c.Flows(t.Context())
@@ -218,7 +236,7 @@ func TestEventsMissNothing(t *testing.T) {
 		ended <- c.Events(t.Context(), func() error { close(follows); return nil }, func(e Event) error { got <- e; return nil })
 	}()
 	// A server that answers before its backend has begun does so now.
-	_, err := c.Listeners(t.Context())
+	_, err := c.Listeners(t.Context(), "")
 	require.NoError(t, err)
 	select {
 	case <-follows:

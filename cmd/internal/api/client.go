@@ -9,6 +9,7 @@ import (
 	"io/fs"
 	"net"
 	"net/http"
+	"net/url"
 	"syscall"
 )
 
@@ -52,9 +53,19 @@ func (e *NoDaemonError) Unwrap() error { return e.Err }
 // Close drops idle connections.
 func (c *Client) Close() { c.http.CloseIdleConnections() }
 
-// Listeners returns the ledger.
-func (c *Client) Listeners(ctx context.Context) (l []Listener, err error) {
-	return l, c.call(ctx, http.MethodGet, "/v1/listeners", nil, &l)
+// Listeners returns the ledger, or the rows of what of names: a container, a
+// Service or a publish. What is unknown is a *Problem of status 404.
+func (c *Client) Listeners(ctx context.Context, of string) (l []Listener, err error) {
+	path := "/v1/listeners"
+	if of != "" {
+		path += "?of=" + url.QueryEscape(of)
+	}
+	return l, c.call(ctx, http.MethodGet, path, nil, &l)
+}
+
+// Names returns the names in the zone.
+func (c *Client) Names(ctx context.Context) (n []Name, err error) {
+	return n, c.call(ctx, http.MethodGet, "/v1/names", nil, &n)
 }
 
 // Flows returns the live flows.

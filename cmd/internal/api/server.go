@@ -22,7 +22,10 @@ const (
 
 // A Backend is what the API speaks for. Its methods are safe for concurrent use.
 type Backend interface {
-	Listeners() []Listener
+	// Listeners returns the ledger: all of it, or the rows of what of names, a
+	// container, a Service or a publish. Its error is a *Problem.
+	Listeners(of string) ([]Listener, error)
+	Names() []Name
 	Flows() []Flow
 	VMs() []VM
 	// Publish adds publishes of the CLI and returns their rows; Unpublish
@@ -50,7 +53,8 @@ type Server struct {
 func NewServer(b Backend) *Server {
 	s := &Server{backend: b}
 	mux := http.NewServeMux()
-	mux.HandleFunc("GET /v1/listeners", func(w http.ResponseWriter, _ *http.Request) { reply(w, b.Listeners()) })
+	mux.HandleFunc("GET /v1/listeners", s.listeners)
+	mux.HandleFunc("GET /v1/names", func(w http.ResponseWriter, _ *http.Request) { reply(w, b.Names()) })
 	mux.HandleFunc("GET /v1/flows", func(w http.ResponseWriter, _ *http.Request) { reply(w, b.Flows()) })
 	mux.HandleFunc("GET /v1/vms", func(w http.ResponseWriter, _ *http.Request) { reply(w, b.VMs()) })
 	mux.HandleFunc("PUT /v1/publishes", s.publishes(b.Publish))
@@ -128,6 +132,15 @@ func unknown(mux *http.ServeMux, w http.ResponseWriter, r *http.Request) {
 		p.Detail = fmt.Sprintf("%s takes %s, not %s", r.URL.Path, strings.Join(allowed, " and "), r.Method)
 	}
 	problem(w, p)
+}
+
+func (s *Server) listeners(w http.ResponseWriter, r *http.Request) {
+	rows, err := s.backend.Listeners(r.URL.Query().Get("of"))
+	if err != nil {
+		problem(w, err)
+		return
+	}
+	reply(w, rows)
 }
 
 func (s *Server) publishes(do func(context.Context, PublishRequest) ([]Listener, error)) http.HandlerFunc {

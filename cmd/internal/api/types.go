@@ -73,7 +73,17 @@ type VM struct {
 	Drops      map[string]uint64 `json:"drops"` // by reason; empty, never null
 	Flows      int               `json:"flows"`
 	Endpoints  int               `json:"endpoints"` // of the VM's stack, those in TIME_WAIT among them
+	Engine     Engine            `json:"engine"`
 	Since      Time              `json:"since"`
+}
+
+// An Engine is the container engine of a VM.
+type Engine struct {
+	Endpoint  string `json:"endpoint"` // empty when none is followed
+	Reachable bool   `json:"reachable"`
+	Detail    string `json:"detail"`   // why it is not
+	Failures  int    `json:"failures"` // in a row
+	Listed    Time   `json:"listed"`   // when it last said which containers run
 }
 
 // A Probe is the last question to the node through the datapath.
@@ -81,6 +91,14 @@ type Probe struct {
 	OK  bool    `json:"ok"`
 	At  Time    `json:"at"`
 	RTT float64 `json:"rtt"` // seconds; of the last that was answered
+}
+
+// A Name is a name in the zone of names.
+type Name struct {
+	Name      string   `json:"name"`   // without the zone
+	VM        string   `json:"vm"`     // of the owner it leads to
+	Owners    []Owner  `json:"owners"` // the newest first, to which it leads
+	Addresses []string `json:"addresses"`
 }
 
 // An Event is a change, one line of /v1/events.
@@ -106,7 +124,7 @@ type Kubernetes struct {
 	API      ClusterAPI    `json:"api"`
 	Wanted   bool          `json:"wanted"`   // false after a KubernetesRequest said so
 	Failures int           `json:"failures"` // of the API server, in a row
-	Ports    []ServicePort `json:"ports"`    // in the order of asking; empty, never null
+	Ports    []ServicePort `json:"ports"`    // by namespace, name, port; empty, never null
 }
 
 // A ClusterAPI is a cluster's API server.

@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"net/http"
+	"slices"
 	"time"
 
 	"github.com/culvertnet/culvert/cmd/internal/api"
@@ -17,11 +18,36 @@ import (
 var _ api.Backend = (*Daemon)(nil)
 
 // Listeners implements api.Backend.
-func (d *Daemon) Listeners() []api.Listener {
-	rows := d.forwarder.Rows()
-	list := make([]api.Listener, len(rows))
-	for i, r := range rows {
-		list[i] = d.listener(r)
+func (d *Daemon) Listeners(of string) ([]api.Listener, error) {
+	all := d.ledger()
+	if of == "" {
+		return all, nil
+	}
+	matches, err := d.meant(of, all)
+	if err != nil {
+		return nil, err
+	}
+	rows := slices.DeleteFunc(all, func(l api.Listener) bool { return !matches(l) })
+	if len(rows) == 0 {
+		return nil, &api.Problem{Status: http.StatusNotFound, Detail: fmt.Sprintf("there is no row of a container, a Service or a publish called %q", of)}
+	}
+	return rows, nil
+}
+
+// ledger returns every row: those of the forwarder, and those that sources know
+// no listener for.
+func (d *Daemon) ledger() []api.Listener {
+	rows, notes := d.forwarder.Rows(), d.loop.Notes()
+	list := make([]api.Listener, 0, len(rows)+len(notes))
+	for _, r := range rows {
+		list = append(list, d.listener(r))
+	}
+	for _, n := range notes {
+		list = append(list, api.Listener{
+			Owner: ownerOf(n.Owner), Protocol: n.Protocol, Host: n.Host, Bound: []string{}, VM: n.Owner.VM, Guest: n.Guest,
+			State: n.State.String(), Detail: n.Detail, RetryAt: api.Time{Time: n.RetryAt}, Source: listener.SourceGateway.String(),
+			Since: api.Time{Time: n.Since}, Flows: api.FlowCount{Refusals: map[string]uint64{}},
+		})
 	}
 	return list
 }
@@ -66,6 +92,22 @@ func (d *Daemon) Flows() []api.Flow {
 	return list
 }
 
+// Names implements api.Backend.
+func (d *Daemon) Names() []api.Name {
+	views := d.loop.Names().Views()
+	list := make([]api.Name, len(views))
+	for i, v := range views {
+		list[i] = api.Name{Name: v.Name, VM: v.VM, Owners: []api.Owner{}, Addresses: []string{}}
+		for _, o := range v.Owners {
+			list[i].Owners = append(list[i].Owners, ownerOf(o))
+		}
+		for _, a := range v.Addrs {
+			list[i].Addresses = append(list[i].Addresses, a.String())
+		}
+	}
+	return list
+}
+
 func seconds(d time.Duration) float64 { return max(0, d.Seconds()) }
 
 // VMs implements api.Backend.
@@ -83,6 +125,9 @@ func (d *Daemon) VMs() []api.VM {
 			Offloads: []string{}, Drops: map[string]uint64{}, Since: api.Time{Time: v.Since},
 			Probe: api.Probe{OK: v.Probe.OK, At: api.Time{Time: v.Probe.At}, RTT: v.Probe.RTT.Seconds()},
 		}
+		if c := a.guest.config.Load().Docker; c != (DockerConfig{}) {
+			vm.Engine = engineOf(c.Endpoint, a)
+		}
 		if l := a.current(); l != nil {
 			s := l.Stats()
 			vm.Offloads = l.Info().ToGuest.Names()
@@ -97,6 +142,16 @@ func (d *Daemon) VMs() []api.VM {
 		list = append(list, vm)
 	}
 	return list
+}
+
+// engineOf says how it stands with a VM's engine.
+func engineOf(endpoint string, a *attacher) api.Engine {
+	e := api.Engine{Endpoint: endpoint}
+	if s := a.guest.containers.Load(); s != nil && a.current() != nil {
+		status := s.Status()
+		e.Reachable, e.Detail, e.Failures, e.Listed = status.Reachable, status.Detail, status.Failures, api.Time{Time: status.Listed}
+	}
+	return e
 }
 
 // Publish implements api.Backend.
@@ -155,7 +210,7 @@ func (d *Daemon) Unpublish(ctx context.Context, r api.PublishRequest) ([]api.Lis
 // rowsOf returns the rows of owners, in their order.
 func (d *Daemon) rowsOf(owners []listener.Owner) []api.Listener {
 	byOwner := make(map[api.Owner]api.Listener)
-	for _, l := range d.Listeners() {
+	for _, l := range d.ledger() {
 		byOwner[l.Owner] = l
 	}
 	rows := make([]api.Listener, 0, len(owners))
@@ -199,8 +254,8 @@ func (d *Daemon) pick(name string) (string, error) {
 func (d *Daemon) Events(ctx context.Context, started func(), emit func(api.Event) error) error {
 	vms, cancel := d.vms.Subscribe()
 	defer func() { cancel() }()
-	changed := d.forwarder.Changed()
-	before := index(d.Listeners())
+	changed, noted := d.forwarder.Changed(), d.loop.Changed()
+	before := index(d.ledger())
 	started()
 	for {
 		select {
@@ -223,16 +278,18 @@ func (d *Daemon) Events(ctx context.Context, started func(), emit func(api.Event
 			if err := emit(vmEvent(v)); err != nil {
 				return err
 			}
+			continue
 		case <-changed:
-			changed = d.forwarder.Changed()
-			now := index(d.Listeners())
-			for _, e := range rowEvents(before, now) {
-				if err := emit(e); err != nil {
-					return err
-				}
-			}
-			before = now
+		case <-noted:
 		}
+		changed, noted = d.forwarder.Changed(), d.loop.Changed()
+		now := index(d.ledger())
+		for _, e := range rowEvents(before, now) {
+			if err := emit(e); err != nil {
+				return err
+			}
+		}
+		before = now
 	}
 }
 

@@ -25,6 +25,7 @@ type Config struct {
 	Log         LogConfig
 	Timeouts    Timeouts
 	Limits      Limits
+	Names       NamesConfig
 	VMs         []VMConfig
 }
 
@@ -52,7 +53,14 @@ type Limits struct {
 // its publishes aside.
 type VMConfig struct {
 	VMLink
+	VMGuest
 	Publish []listener.Spec // each with Target.VM set
+}
+
+// A VMGuest is what is followed of what runs in a VM.
+type VMGuest struct {
+	Docker     DockerConfig
+	Kubernetes KubernetesConfig
 }
 
 // A VMLink is how a VM is reached.
@@ -62,6 +70,7 @@ type VMLink struct {
 	Node    netip.Addr
 	Gateway netip.Prefix // our own address on the link, and its prefix
 	MTU     int
+	QMP     string // the VMM's QMP socket; empty without
 }
 
 // The file, as it is written. Values stay text until their place in the file can
@@ -74,7 +83,7 @@ type fileConfig struct {
 	Timeouts    fileTimeouts `yaml:"timeouts"`
 	Limits      fileLimits   `yaml:"limits"`
 	VMs         []fileVM     `yaml:"vms"`
-	Names       any          `yaml:"names"`
+	Names       *fileNames   `yaml:"names"`
 	Publish     []string     `yaml:"publish"`
 }
 
@@ -94,17 +103,17 @@ type fileLimits struct {
 }
 
 type fileVM struct {
-	Name       string   `yaml:"name"`
-	Attach     string   `yaml:"attach"`
-	Node       string   `yaml:"node"`
-	Node6      string   `yaml:"node6"`
-	Gateway    string   `yaml:"gateway"`
-	Gateway6   string   `yaml:"gateway6"`
-	MTU        string   `yaml:"mtu"`
-	QMP        string   `yaml:"qmp"`
-	Docker     any      `yaml:"docker"`
-	Kubernetes any      `yaml:"kubernetes"`
-	Publish    []string `yaml:"publish"`
+	Name       string          `yaml:"name"`
+	Attach     string          `yaml:"attach"`
+	Node       string          `yaml:"node"`
+	Node6      string          `yaml:"node6"`
+	Gateway    string          `yaml:"gateway"`
+	Gateway6   string          `yaml:"gateway6"`
+	MTU        string          `yaml:"mtu"`
+	QMP        string          `yaml:"qmp"`
+	Docker     *fileDocker     `yaml:"docker"`
+	Kubernetes *fileKubernetes `yaml:"kubernetes"`
+	Publish    []string        `yaml:"publish"`
 }
 
 // The defaults of a VM.
@@ -166,9 +175,6 @@ func (r *reader) resolve(f *fileConfig) (*Config, error) {
 	if f.Metrics != "" {
 		return nil, r.at("$.metrics", errLater)
 	}
-	if f.Names != nil {
-		return nil, r.at("$.names", errLater)
-	}
 	if !slices.Contains([]string{"debug", "info", "warn", "error"}, f.Log.Level) {
 		return nil, r.at("$.log.level", fmt.Errorf("%q is none of debug, info, warn, error", f.Log.Level))
 	}
@@ -197,6 +203,9 @@ func (r *reader) resolve(f *fileConfig) (*Config, error) {
 			return nil, err
 		}
 		c.VMs = append(c.VMs, *vm)
+	}
+	if err := r.names(f.Names, c); err != nil {
+		return nil, err
 	}
 	return c, nil
 }
@@ -301,14 +310,25 @@ func (r *reader) vm(path string, f *fileVM, before []VMConfig) (*VMConfig, error
 		key string
 		set bool
 	}{
-		{"node6", f.Node6 != ""}, {"gateway6", f.Gateway6 != ""}, {"qmp", f.QMP != ""},
-		{"docker", f.Docker != nil}, {"kubernetes", f.Kubernetes != nil},
+		{"node6", f.Node6 != ""}, {"gateway6", f.Gateway6 != ""},
 	} {
 		if later.set {
 			return nil, r.at(path+"."+later.key, errLater)
 		}
 	}
 	if err := r.link(path, f, vm); err != nil {
+		return nil, err
+	}
+	if f.QMP != "" {
+		if err := checkSocketPath(f.QMP); err != nil {
+			return nil, r.at(path+".qmp", err)
+		}
+		vm.QMP = f.QMP
+	}
+	if err := r.docker(path+".docker", f.Docker, vm); err != nil {
+		return nil, err
+	}
+	if err := r.kubernetes(path+".kubernetes", f.Kubernetes, vm); err != nil {
 		return nil, err
 	}
 	for i, text := range f.Publish {

@@ -1,6 +1,7 @@
 package daemon
 
 import (
+	"net/netip"
 	"strings"
 	"testing"
 	"time"
@@ -61,6 +62,42 @@ publish: ["53:53/udp"]
 	assert.Equal(t, "53:53/udp", c.specs()[2].String())
 }
 
+func TestConfigGuest(t *testing.T) {
+	c, err := ParseConfig("c.yaml", []byte(`
+vms:
+  - attach: memory
+    qmp: /run/q.sock
+    docker: tcp://10.0.2.2:2375
+    kubernetes: {kubeconfig: /etc/k3s.yaml}
+  - name: two
+    attach: memory
+    docker: {endpoint: "tcp://10.0.2.2:2376", tls: {ca: /ca, cert: /cert, key: /key}}
+    kubernetes: {kubeconfig: /k, via: host, reach: nodeport}
+names: {listen: "[::1]:53", zone: Example.Internal., address: loopback, unknown: nodata, upstreams: [192.0.2.1, "[2001:db8::1]:5353"]}
+`), over)
+	require.NoError(t, err)
+	assert.Equal(t, "/run/q.sock", c.VMs[0].QMP)
+	assert.Equal(t, VMGuest{DockerConfig{Endpoint: "tcp://10.0.2.2:2375"}, KubernetesConfig{"/etc/k3s.yaml", "stack", "auto"}}, c.VMs[0].VMGuest)
+	assert.Equal(t, VMGuest{DockerConfig{"tcp://10.0.2.2:2376", "/ca", "/cert", "/key"}, KubernetesConfig{"/k", "host", "nodeport"}}, c.VMs[1].VMGuest)
+	assert.Equal(t, NamesConfig{
+		netip.MustParseAddrPort("[::1]:53"), "example.internal", "loopback", "nodata", "192.0.2.1:53,[2001:db8::1]:5353",
+	}, c.Names)
+}
+
+// Names are served where the defaults say once there is an engine.
+func TestConfigNamesDefault(t *testing.T) {
+	for text, want := range map[string]NamesConfig{
+		"vms: [{attach: memory}]": {},
+		"vms: [{attach: memory, docker: 'unix:///d'}]\nnames: {listen: ''}": {},
+		"vms: [{attach: memory, docker: 'unix:///d'}]":                      {netip.MustParseAddrPort("127.0.0.1:5553"), "culvert.internal", "host", "nxdomain", ""},
+		"names: {listen: '127.0.0.1:53'}":                                   {netip.MustParseAddrPort("127.0.0.1:53"), "culvert.internal", "host", "nxdomain", ""},
+	} {
+		c, err := ParseConfig("c.yaml", []byte(text), over)
+		require.NoError(t, err)
+		assert.Equal(t, want, c.Names, text)
+	}
+}
+
 func TestConfigOverrides(t *testing.T) {
 	o := Overrides{APISocket: "/tmp/o.sock", ForceAPI: true, Attach: []string{"a=memory"}, Publish: []string{"8080:80"}}
 	c, err := ParseConfig("command line", nil, o)
@@ -113,7 +150,26 @@ func TestConfigErrors(t *testing.T) {
 		{"vms:\n- {attach: memory, gateway: 10.0.2.1}", "2:29", "prefix length"},
 		{"vms:\n- {attach: memory, mtu: 100}", "2:25", "between 576 and 65520"},
 		{"vms:\n- {attach: memory, mtu: 65521}", "2:25", "between"},
-		{"vms:\n- {attach: memory, docker: 'tcp://x'}", "2:28", "does not serve"},
+		{"vms:\n- {attach: memory, docker: 'tcp://x'}", "2:28", "an IP address and a port"},
+		{"vms:\n- {attach: memory, docker: 'tcp://127.0.0.1:2375'}", "2:28", "guest's own loopback"},
+		{"vms:\n- {attach: memory, docker: {endpoint: 'http://10.0.2.2:2375'}}", "2:39", "not tcp or unix"},
+		{"vms:\n- {attach: memory, docker: {tls: {ca: /x}}}", "2:28", "tcp://IP:PORT or unix:///PATH"},
+		{"vms:\n- {attach: memory, docker: {endpoint: 'unix://relative'}}", "2:39", "absolute path of a socket"},
+		{"vms:\n- {attach: memory, docker: {endpoint: 'unix:///s', tls: {ca: /x}}}", "2:57", "speaks no TLS"},
+		{"vms:\n- {attach: memory, docker: {endpoint: 'tcp://10.0.2.2:2376', tls: {cert: /x}}}", "2:67", "both cert and key"},
+		{"vms:\n- {attach: memory, docker: {endpont: 'tcp://10.0.2.2:2375'}}", "2:29", "unknown field"},
+		{"vms:\n- {attach: memory, docker: {endpoint: 'unix://" + long + "'}}", "2:39", "at most 107"},
+		{"vms:\n- {attach: memory, qmp: " + long + "}", "2:25", "at most 107"},
+		{"vms:\n- {attach: memory, kubernetes: {via: stack}}", "2:32", "names no kubeconfig"},
+		{"vms:\n- {attach: memory, kubernetes: {kubeconfig: /k, via: air}}", "2:54", "neither stack nor host"},
+		{"vms:\n- {attach: memory, kubernetes: {kubeconfig: /k, reach: far}}", "2:56", "neither auto nor nodeport"},
+		{"names: {listen: nowhere}", "1:17", "not an IP address and port"},
+		{"names: {zone: 'a b'}", "1:15", "no name for DNS"},
+		{"names: {address: moon}", "1:18", "neither host nor loopback"},
+		{"names: {unknown: perhaps}", "1:18", "neither nxdomain nor nodata"},
+		{"names: {upstreams: [dns.example]}", "1:21", "is no address"},
+		{"names: {upstreams: ['127.0.0.1:5553']}", "1:21", "names.listen itself"},
+		{"names: {port: 53}", "1:9", "unknown field"},
 		{"vms:\n- attach: memory\n  publish: ['8080:80', '8081:99999']", "3:24", "99999"},
 		{"vms:\n- {attach: memory}\n- {attach: memory, name: b}\npublish: ['8080:80']", "4:11", "names no VM"},
 		{"vms: [", "1:6", ""},

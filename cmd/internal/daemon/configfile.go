@@ -95,6 +95,16 @@ func (r *reader) at(path string, err error) error {
 	return r.mark(0, 0, err) // a default, or the command line's
 }
 
+// has says whether something stands at path.
+func (r *reader) has(path string) bool {
+	p, err := yaml.PathString(path)
+	if err != nil {
+		return false
+	}
+	node, err := p.FilterFile(r.file)
+	return err == nil && node != nil
+}
+
 // point shows a line of the file with a caret under the column, both from 1.
 func (r *reader) point(line, column int) string {
 	lines := strings.Split(string(r.text), "\n")

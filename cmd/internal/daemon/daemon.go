@@ -13,8 +13,10 @@ import (
 
 	"github.com/coreos/go-systemd/v22/daemon"
 	"github.com/culvertnet/culvert/cmd/internal/api"
+	"github.com/culvertnet/culvert/cmd/internal/names"
 	"github.com/culvertnet/culvert/datapath"
 	"github.com/culvertnet/culvert/datapath/socketfile"
+	vmm "github.com/culvertnet/culvert/guest/vm"
 	"github.com/culvertnet/culvert/reconcile"
 	"github.com/culvertnet/culvert/stack"
 	"github.com/culvertnet/culvert/stack/listener"
@@ -45,8 +47,10 @@ type Options struct {
 type Daemon struct {
 	opts      Options
 	log       *slog.Logger
+	policy    listener.Policy
 	forwarder *stack.Forwarder
 	budget    *netstack.Budget
+	addresses *reconcile.Addresses // nil unless names.address is loopback
 	loop      *reconcile.Loop
 	static    *reconcile.Static
 	vms       *reconcile.VMs
@@ -67,12 +71,14 @@ func Run(ctx context.Context, c *Config, o Options) (err error) {
 	}
 	defer func() { err = errors.Join(err, claim.Release()) }()
 
-	d := &Daemon{opts: o, log: o.Log, config: c, attachers: make(map[string]*attacher)}
+	d := &Daemon{
+		opts: o, log: o.Log, config: c, attachers: make(map[string]*attacher), policy: listener.Policy{ExposeToLAN: c.ExposeToLAN},
+	}
 	ending, end := context.WithCancel(context.Background())
 	defer end()
 	d.ending = ending
 	d.forwarder, err = stack.New(stack.Options{
-		Policy: listener.Policy{ExposeToLAN: c.ExposeToLAN},
+		Policy: d.policy,
 		Timeouts: stack.Timeouts{
 			Connect: c.Timeouts.Connect, HalfClose: c.Timeouts.HalfClose, UDPIdle: c.Timeouts.UDPIdle,
 			Drain: c.Timeouts.Drain, BindRetry: c.Timeouts.BindRetry,
@@ -84,11 +90,20 @@ func Run(ctx context.Context, c *Config, o Options) (err error) {
 		_ = socket.Close()
 		return err
 	}
+	if c.Names.Address == "loopback" {
+		d.addresses = reconcile.NewAddresses()
+	}
 	d.budget = netstack.NewBudget(c.Limits.FlowBuffer, c.Limits.TotalBuffers)
 	d.loop = reconcile.NewLoop(d.forwarder, o.Log)
 	d.static = reconcile.NewStatic(d.loop)
 	d.vms = reconcile.NewVMs(d.loop, o.Log)
 	d.server = api.NewServer(d)
+	dns, err := d.listenNames(c.Names)
+	if err != nil {
+		d.forwarder.Shutdown(context.Background())
+		_ = socket.Close()
+		return err
+	}
 
 	loopCtx, stopLoop := context.WithCancel(context.Background())
 	defer stopLoop()
@@ -98,9 +113,19 @@ func Run(ctx context.Context, c *Config, o Options) (err error) {
 			d.log.Error("reconcile loop ended", "err", err)
 		}
 	})
+	if dns != nil {
+		running.Go(func() {
+			if err := dns.Serve(); err != nil {
+				d.log.Error("DNS server ended", "err", err)
+			}
+		})
+	}
 	stop := func() {
 		d.log.Info("stopping")
 		end()
+		if dns != nil {
+			_ = dns.Close()
+		}
 		stopLoop()
 		running.Wait()
 		d.drain(o.Hurry)
@@ -134,6 +159,27 @@ func Run(ctx context.Context, c *Config, o Options) (err error) {
 	stop()
 	serving.Wait()
 	return nil
+}
+
+// listenNames opens the DNS server, if there is one, and keeps its port from
+// publishes.
+func (d *Daemon) listenNames(c NamesConfig) (*names.Server, error) {
+	if c == (NamesConfig{}) {
+		return nil, nil
+	}
+	s, err := names.New(names.Options{
+		Listen: c.Listen, Zone: c.Zone, NoData: c.Unknown == "nodata", Upstreams: c.upstreams(), Table: d.loop.Names(), Log: d.log,
+	})
+	if err != nil {
+		return nil, fmt.Errorf("%w; names.listen in the config says where names are served, and \"\" nowhere", err)
+	}
+	for _, proto := range []listener.Proto{listener.TCP, listener.UDP} {
+		if err := d.forwarder.Reserve(proto, s.Addr(), "the DNS server"); err != nil {
+			return nil, errors.Join(err, s.Close())
+		}
+	}
+	d.log.Info("serving names", "listen", s.Addr(), "zone", c.Zone)
+	return s, nil
 }
 
 // drain stops accepting and lets flows end by themselves, for timeouts.drain or
@@ -191,7 +237,7 @@ func (d *Daemon) start(ctx context.Context, c *Config) error {
 	// with one ends the start before any row is there.
 	var made []*attacher
 	for _, vm := range c.VMs {
-		a, err := newAttacher(vm.VMLink, d.forwarder, d.budget, d.opts.Memory, d.log)
+		a, err := d.newAttacher(vm)
 		if err != nil {
 			for _, a := range made {
 				_ = a.Close()
@@ -218,7 +264,11 @@ func (d *Daemon) addVM(a *attacher) error {
 	d.mu.Lock()
 	d.attachers[a.vm.Name] = a
 	d.mu.Unlock()
-	return d.vms.Add(reconcile.VM{Name: a.vm.Name, Attacher: a})
+	vm := reconcile.VM{Name: a.vm.Name, Attacher: a, Sources: a.guest.sources}
+	if a.vm.QMP != "" {
+		vm.VMM = vmm.NewQMP(a.vm.QMP)
+	}
+	return d.vms.Add(vm)
 }
 
 // vm returns the attacher of a VM, nil if there is none.
@@ -257,21 +307,22 @@ func (d *Daemon) reload(ctx context.Context) {
 	for key, same := range map[string]bool{
 		"api": c.API == d.config.API, "exposeToLAN": c.ExposeToLAN == d.config.ExposeToLAN,
 		"timeouts": c.Timeouts == d.config.Timeouts, "limits": c.Limits == d.config.Limits, "log": c.Log == d.config.Log,
+		"names": c.Names == d.config.Names,
 	} {
 		if !same {
 			d.log.Warn("config key needs a restart to change; the running value stays", "key", key)
 		}
 	}
-	old := make(map[string]VMLink)
+	old := make(map[string]VMConfig)
 	for _, vm := range d.config.VMs {
-		old[vm.Name] = vm.VMLink
+		old[vm.Name] = vm
 	}
-	now := make(map[string]VMLink)
+	now := make(map[string]VMConfig)
 	for _, vm := range c.VMs {
-		now[vm.Name] = vm.VMLink
+		now[vm.Name] = vm
 	}
 	for name, vm := range old {
-		if now[name] != vm {
+		if now[name].VMLink != vm.VMLink {
 			d.removeVM(name)
 		}
 	}
@@ -279,10 +330,14 @@ func (d *Daemon) reload(ctx context.Context) {
 		d.log.Error("publishes not reloaded", "err", err)
 	}
 	for _, vm := range c.VMs {
-		if old[vm.Name] == vm.VMLink {
+		if was := old[vm.Name]; was.VMLink == vm.VMLink {
+			if was.VMGuest != vm.VMGuest {
+				d.vm(vm.Name).guest.config.Store(&vm.VMGuest)
+				d.vms.Refollow(vm.Name)
+			}
 			continue
 		}
-		a, err := newAttacher(vm.VMLink, d.forwarder, d.budget, d.opts.Memory, d.log)
+		a, err := d.newAttacher(vm)
 		if err == nil {
 			err = d.addVM(a)
 		}
@@ -292,8 +347,8 @@ func (d *Daemon) reload(ctx context.Context) {
 		}
 	}
 	applied := *c
-	applied.API, applied.ExposeToLAN, applied.Timeouts, applied.Limits, applied.Log =
-		d.config.API, d.config.ExposeToLAN, d.config.Timeouts, d.config.Limits, d.config.Log
+	applied.API, applied.ExposeToLAN, applied.Timeouts, applied.Limits, applied.Log, applied.Names =
+		d.config.API, d.config.ExposeToLAN, d.config.Timeouts, d.config.Limits, d.config.Log, d.config.Names
 	applied.VMs = nil
 	for _, vm := range c.VMs {
 		if _, ok := now[vm.Name]; ok {

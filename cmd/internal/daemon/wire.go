@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"log/slog"
 	"sync"
 
 	"github.com/culvertnet/culvert/datapath"
@@ -18,6 +17,7 @@ import (
 // reconcile.Attacher of that VM.
 type attacher struct {
 	vm        VMLink
+	guest     *guest
 	listener  attach.Listener
 	forwarder *stack.Forwarder
 	budget    *netstack.Budget
@@ -26,12 +26,14 @@ type attacher struct {
 	link *link // of this life, for the VM's view; nil between lives
 }
 
-func newAttacher(vm VMLink, f *stack.Forwarder, b *netstack.Budget, memory func(context.Context) (datapath.Attachment, error), log *slog.Logger) (*attacher, error) {
-	l, err := attach.Listen(vm.Attach, attach.Options{MTU: vm.MTU, Memory: memory, Log: log.With("vm", vm.Name)})
+func (d *Daemon) newAttacher(vm VMConfig) (*attacher, error) {
+	l, err := attach.Listen(vm.Attach, attach.Options{MTU: vm.MTU, Memory: d.opts.Memory, Log: d.log.With("vm", vm.Name)})
 	if err != nil {
 		return nil, fmt.Errorf("VM %s: %w", vm.Name, err)
 	}
-	return &attacher{vm: vm, listener: l, forwarder: f, budget: b}, nil
+	g := &guest{vm: vm.VMLink, policy: d.policy, addresses: d.addresses, log: d.log}
+	g.config.Store(&vm.VMGuest)
+	return &attacher{vm: vm.VMLink, guest: g, listener: l, forwarder: d.forwarder, budget: d.budget}, nil
 }
 
 // Accept implements reconcile.Attacher.
