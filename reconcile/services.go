@@ -72,9 +72,8 @@ type ServicesOptions struct {
 	Cluster    cluster
 	// Endpoint is the API server's URL, for Status.
 	Endpoint string
-	// Node and Node6 are the node's addresses, Gateway and Gateway6 ours on its
-	// link; zero where there is none.
-	Node, Node6, Gateway, Gateway6 netip.Addr
+	// Node is the node's address, Gateway ours on its link; both are IPv4.
+	Node, Gateway netip.Addr
 	// Reach is ReachAuto, the default, or ReachNodePort.
 	Reach  string
 	Policy listener.Policy

@@ -54,7 +54,6 @@ const clusterVM = "vm"
 
 var (
 	clusterNode    = netip.MustParseAddr("10.0.2.2")
-	clusterNode6   = netip.MustParseAddr("fd00::2")
 	clusterGateway = netip.MustParseAddr("10.0.2.1")
 )
 
@@ -63,7 +62,7 @@ func newServices(tb testing.TB, c cluster, change ...func(*ServicesOptions)) (*S
 	log, lines := newLog()
 	o := ServicesOptions{
 		VM: clusterVM, Generation: 1, Cluster: c, Endpoint: "https://10.0.2.2:6443",
-		Node: clusterNode, Node6: clusterNode6, Gateway: clusterGateway, Log: log,
+		Node: clusterNode, Gateway: clusterGateway, Log: log,
 	}
 	for _, f := range change {
 		f(&o)
@@ -166,7 +165,7 @@ func TestFB109Ingress(t *testing.T) {
 		{"the node's IP", list{{IP: "10.0.2.2"}}, node},
 		{"the node's IP by proxy, as servicelb says", list{{IP: "10.0.2.2", Mode: "Proxy"}}, node},
 		{"the node's IP in IPv6 clothes", list{{IP: "::ffff:10.0.2.2"}}, node},
-		{"the node's IPv6 address", list{{IP: "fd00::2"}}, node},
+		{"both of the node's addresses", list{{IP: "fd00::2"}, {IP: "10.0.2.2"}}, node},
 		{"a host name", list{{Hostname: "k3s-server"}}, node},
 		{"a host name that is an IP", list{{Hostname: "192.168.5.7"}}, foreign},
 		{"a host name that is the node's IP", list{{Hostname: "10.0.2.2"}}, node},

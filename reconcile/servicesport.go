@@ -127,9 +127,11 @@ type way struct {
 // reach says where a Service is reached (C-42). Each entry of its ingress is
 // decided by what the API says, no name is resolved (FB-109):
 //
-//   - by its IP where it has one, or a host name that is an IP. Either is the
-//     node when it is one of the node's addresses, and else the address to dial,
-//     unless it is one that cannot be meant.
+//   - by its IP where it has one, or a host name that is an IP: the node when it
+//     is the node's address, and else the address to dial, unless it is one that
+//     cannot be meant. An IPv6 address of the node's is none of these: servicelb
+//     reports it alone for a Service that has no IPv4, and dialling the node over
+//     IPv4 would reach nobody.
 //   - by its host name alone: that is the node. The load balancers that report
 //     names of their own are those of clouds, in no VM.
 //
@@ -158,7 +160,7 @@ func (s *Services) reach(svc *kube.Service) way {
 			continue
 		case err != nil:
 			err = fmt.Errorf("the cluster's load balancer reports %q, which is no IP address", clip(text))
-		case addr == s.opts.Node || addr == s.opts.Node6:
+		case addr == s.opts.Node:
 			return way{}
 		default:
 			err = s.foreign(addr, in.Mode)
@@ -189,7 +191,7 @@ func (s *Services) foreign(addr netip.Addr, mode string) error {
 		return fmt.Errorf(reports+"the guest's own loopback, which no packet from outside reaches", addr)
 	case addr.IsUnspecified(), addr.IsMulticast(), addr == netip.AddrFrom4([4]byte{255, 255, 255, 255}):
 		return fmt.Errorf(reports+"which is no single host's address", addr)
-	case addr == s.opts.Gateway, addr == s.opts.Gateway6:
+	case addr == s.opts.Gateway:
 		return fmt.Errorf(reports+"culvert's own address on the VM's link", addr)
 	case !addr.Is4():
 		return fmt.Errorf(reports+"and this version reaches the guest over IPv4 only", addr)
