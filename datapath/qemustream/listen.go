@@ -25,7 +25,8 @@ const acceptPause = 100 * time.Millisecond
 // guest keeps it. A peer that left is not there from the moment the kernel knows
 // it, whether or not its attachment has been read to the end or closed; so the
 // connection of a VMM that was started again right away waits for Accept and is
-// never refused. That matters since QEMU 7.2 connects only once.
+// never refused. That matters since QEMU 7.2 connects only once. One that is gone
+// again before its turn is dropped: its successor does not wait behind it.
 type Listener struct {
 	name  string
 	log   *slog.Logger
@@ -127,16 +128,21 @@ func (l *Listener) serve() {
 	}
 }
 
-// Accept waits for the VMM's next connection. The errors are ctx's and
+// Accept waits for the VMM's next connection, one that has not hung up yet. The errors are ctx's and
 // ErrClosed.
 func (l *Listener) Accept(ctx context.Context) (datapath.Attachment, error) {
-	select {
-	case a := <-l.next:
-		return a, nil
-	case <-ctx.Done():
-		return nil, ctx.Err()
-	case <-l.closing:
-		return nil, datapath.ErrClosed
+	for {
+		select {
+		case a := <-l.next:
+			if a.alive() {
+				return a, nil
+			}
+			_ = a.Close()
+		case <-ctx.Done():
+			return nil, ctx.Err()
+		case <-l.closing:
+			return nil, datapath.ErrClosed
+		}
 	}
 }
 

@@ -131,6 +131,22 @@ func TestListenTakesARestartedVMM(t *testing.T) {
 	assert.Zero(t, l.Refused())
 }
 
+// TestListenDropsTheDead: VMMs that connected and left while nobody accepted do
+// not come up one by one, each as a life of the VM.
+func TestListenDropsTheDead(t *testing.T) {
+	datapathtest.Leaks(t)
+	var log logBuffer
+	l := mustListen(t, "unix", filepath.Join(t.TempDir(), "s"), &log)
+	for range 100 {
+		p := mustDial(t, l)
+		require.NoError(t, p.Send(pattern(60, 0)))
+		require.NoError(t, p.Leave())
+	}
+	p := mustDial(t, l)
+	mustPass(t, mustAccept(t, l), p)
+	assert.Zero(t, l.Refused())
+}
+
 func TestListenSocketFile(t *testing.T) {
 	datapathtest.Leaks(t)
 	dir := t.TempDir()
