@@ -35,7 +35,8 @@ import (
 //
 // A stream that ends is subscribed again, which marks the listing stale. An
 // engine that cuts idle streams costs a listing each time, and nothing else: equal
-// listings make equal wants.
+// listings make equal wants. One that cannot be subscribed again is asked for a
+// listing, too, to see whether it is there.
 
 const (
 	// containersEvery is the rhythm of comparisons, whatever the events said.
@@ -157,7 +158,9 @@ func (r *containersRun) follow(ctx context.Context) {
 		if time.Since(began) > watchBackoffMax {
 			retry.reset()
 		}
-		r.status.unsubscribed(err)
+		if r.status.unsubscribed(err) == 2 {
+			r.mark() // it ended and does not open: is the engine there at all?
+		}
 		if !sleep(ctx, retry.delay()) {
 			return
 		}

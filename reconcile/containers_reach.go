@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"net/netip"
+	"slices"
 	"sync"
 	"syscall"
 	"time"
@@ -79,15 +80,19 @@ func (r *reach) begin() {
 	r.wanted = make(map[netip.AddrPort]bool)
 }
 
-// choose says where the binding of a container is reached, and whether it is.
+// choose says where the binding of a container is reached, the zero address where
+// there is nothing to try, and whether it is.
 func (r *reach) choose(ct *docker.Container, e docker.Binding) (to netip.AddrPort, state reachState) {
-	if len(ct.Addrs) == 0 {
+	addrs := slices.DeleteFunc(slices.Clone(ct.Addrs), func(a netip.Addr) bool {
+		return !a.IsGlobalUnicast() || a.Zone() != "" // link-local addresses are no way through a router
+	})
+	if len(addrs) == 0 {
 		return netip.AddrPort{}, silent
 	}
 	p := pin{ct.ID, e.Proto, e.Port}
 	state = silent
 	var at netip.Addr
-	for _, a := range ct.Addrs {
+	for _, a := range addrs {
 		candidate := netip.AddrPortFrom(a, e.Port)
 		r.wanted[candidate] = true
 		switch k := r.known[candidate]; {
@@ -101,9 +106,9 @@ func (r *reach) choose(ct *docker.Container, e docker.Binding) (to netip.AddrPor
 	case state == answers:
 		r.chosen[p] = at
 	case e.Proto == "udp" && state == silent:
-		at, state = ct.Addrs[0], answers
+		at, state = addrs[0], answers
 	default:
-		at = ct.Addrs[0]
+		at = addrs[0]
 	}
 	return netip.AddrPortFrom(at, e.Port), state
 }

@@ -13,7 +13,8 @@ const (
 	// sayEvery is the least time between two warnings of one kind: an engine that
 	// comes and goes fills no log.
 	sayEvery = time.Minute
-	// eventsMissed is how many subscriptions in a row may fail before it is said.
+	// eventsMissed is how often in a row the stream of events may end, or not open,
+	// before it is said.
 	eventsMissed = 5
 )
 
@@ -41,8 +42,9 @@ type containersStatus struct {
 	asked    time.Time // when the listing under way began; zero when none is
 	noAnswer warning
 	noEvents warning
-	refused  int    // subscriptions in a row that failed
-	why      string // of the last
+	unheard  int       // times in a row that the stream ended or did not open
+	since    time.Time // when the first of them was
+	why      string    // of the last
 }
 
 // A warning is said when something lasts and was not said within a minute, and
@@ -85,10 +87,15 @@ func (s *containersStatus) get() ContainersStatus {
 		now.Detail = fmt.Sprintf("the container engine has not answered for %s", waited.Truncate(time.Second))
 	case !now.Reachable:
 		now.Detail = "the container engine has not answered yet"
-	case s.refused >= eventsMissed:
+	case s.deaf():
 		now.Detail = s.eventsSentence()
 	}
 	return now
+}
+
+// deaf says whether there are no events from an engine that is there.
+func (s *containersStatus) deaf() bool {
+	return s.unheard >= eventsMissed && s.now.Reachable && s.now.Listed.After(s.since)
 }
 
 func (s *containersStatus) eventsSentence() string {
@@ -126,23 +133,27 @@ func (s *containersStatus) failed(err error) {
 func (s *containersStatus) subscribed() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.refused = 0
+	s.unheard = 0
 	if s.noEvents.over() {
 		s.log.Info("container engine's events are followed again")
 	}
 }
 
-// unsubscribed says so only while the engine answers otherwise: one that is gone
-// has been said.
-func (s *containersStatus) unsubscribed(err error) {
+// unsubscribed counts a stream that ended, or did not open, and returns how often
+// in a row it was. It says so only while the engine answers otherwise: that one is
+// gone is another warning.
+func (s *containersStatus) unsubscribed(err error) int {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.refused++
+	if s.unheard++; s.unheard == 1 {
+		s.since = time.Now()
+	}
 	s.why = "the engine's stream of events ended"
 	if err != nil {
 		s.why = err.Error()
 	}
-	if s.refused >= eventsMissed && s.now.Reachable && s.noEvents.due() {
+	if s.deaf() && s.noEvents.due() {
 		s.log.Warn("container engine's events cannot be followed", "detail", s.eventsSentence())
 	}
+	return s.unheard
 }
