@@ -14,7 +14,8 @@ type Attacher interface {
 	// tries again. It returns soon after ctx has ended.
 	Accept(ctx context.Context) (Link, error)
 	// AttachVM opens the VM's listeners over link: called once per life of the
-	// VM, when it first becomes ready.
+	// VM, when it first becomes ready. A guest that was reset is another life on
+	// the same link.
 	AttachVM(link Link)
 	// DetachVM retires all of the VM's state at once: listeners closed, flows
 	// reset, ports free when it returns (C-26). Detaching what is not attached
@@ -24,7 +25,8 @@ type Attacher interface {
 	Close() error
 }
 
-// A Link is one life of a VM's datapath: its attachment and the stack on it.
+// A Link is one life of a VM's datapath: its attachment and the stack on it. Guests
+// come and go on it where a VMM tells of that, one after the other.
 type Link interface {
 	// Probe asks the node through the datapath and returns the round-trip time;
 	// an error is a sentence without a subject ("no answer from 10.0.2.2"). It

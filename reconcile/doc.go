@@ -34,18 +34,21 @@
 // pending. The sources of a VM live as long as one life of it, and what they
 // wanted goes at once when it ends (C-26).
 //
-// A life of a VM begins with an attachment and has a number, the generation.
+// A life of a VM is one guest on one attachment and has a number, the generation.
 // Within one life the states are
 //
 //	          attached                probe passes
 //	waiting ───────────► stalled ─────────────────────► ready
-//	   (nothing yet)        ▲  ◄────────────────────────  │
-//	                        │     three probes missed     │
-//	gone ───────────────────┘     (with a connection)     │
-//	  ▲        attached again                             │
-//	  └───────────────────────────────────────────────────┘
-//	     from stalled and ready: the datapath ended, or, without a connection,
-//	     three probes missed
+//	   (nothing yet)     ▲  ▲  ◄────────────────────────  │
+//	                     │  │     three probes missed     │
+//	               resumed  │     (with a connection)     │
+//	                     │  │                             │
+//	        paused ──────┘  │ attached or booted again    │
+//	          ▲             │                             │
+//	   the VMM says so     gone ◄─────────────────────────┘
+//	   (from stalled and         from stalled, ready and paused: the datapath
+//	    ready)                   ended, the VMM says shutdown or reset, or, without
+//	                             a connection, three probes missed
 //
 // An attached VM that has not answered yet is stalled, not waiting: C-25 keeps
 // waiting for "nothing attached", and ready for a probe that has passed. The
@@ -54,15 +57,39 @@
 // are closed and the flows reset (DetachVM), the sources' owners withdrawn, the
 // state is gone, and only then is the link closed and the next one accepted.
 //
+// Where a VMM can be asked (VM.VMM), its last word lies beside the VM, and the
+// VM's goroutine looks when it changes: how often a VMM speaks costs nothing.
+//
+//   - Paused: nothing is asked of the node and nothing counts against it, however
+//     long (C-28). From the end of the pause on a probe must pass before it is
+//     ready again. One that was under way when a pause began or ended is dropped.
+//   - Reset and shutdown end the life, not the link (C-26, C-27): QEMU 7.2's stream
+//     netdev does not connect a second time, so a link that was closed then would
+//     be the VM's last. The next life begins on the same link: after a reset when
+//     100 ms have passed, in which what the earlier guest sent last is read; after
+//     a shutdown (-no-shutdown keeps QEMU up) when the VMM says that it has a guest
+//     again. Until then nothing else is accepted.
+//   - Lost, the VMM cannot be asked: a pause is over as far as anyone knows, and the
+//     probe decides. A shutdown holds for the link it was said of, but for one
+//     without a connection, which nobody else would ever end. What happens to the
+//     guest in this time is not learnt later.
+//
+// A guest may end more than once between two looks, so the word counts ends, and
+// beginnings and ends of pauses, and a life knows the count it began with. Lives
+// are at least 100 ms apart, whoever ends them.
+//
 // A late answer of an earlier life finds nobody: probes report on a channel of
-// their life, and a snapshot whose generation is not the present one is dropped
-// (C-27).
+// their life and are over before the next one's begin, and a snapshot whose
+// generation is not the present one is dropped (C-27).
 //
 // Network interfaces are not watched here: a tap whose interface is deleted ends
 // its own attachment, and one that is down shows as a node that does not answer.
 //
-// Who may wait for whom: a VM's goroutine waits for its own Attacher and Link and
-// for the loop's mutex; under that mutex the Publisher binds and closes sockets
+// Time is the monotonic clock's alone (C-52): wall-clock times are shown, never
+// compared.
+//
+// Who may wait for whom: a VM's goroutine waits for its own Attacher, Link and VMM
+// and for the loop's mutex; under that mutex the Publisher binds and closes sockets
 // and nothing waits for a guest, so a broken VM delays no other (C-29). Shutdown
 // is Loop.Run first (nothing is published any more), then the Publisher's own
 // (flows drain), then VMs.Close (stacks and attachments).
