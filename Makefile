@@ -48,7 +48,7 @@ test:
 	$(MAKE) check
 	contrib/guest/build.sh
 	CULVERT_TEST_REQUIRE=$(REQUIRE) go test -race -timeout 30m -skip '^TestSuite(QEMU|Unixgram|VhostUser)' ./...
-	CULVERT_TEST_REQUIRE=$(REQUIRE) go test -count=1 -timeout 20m -run '^TestSuite' ./cmd/culvert
+	CULVERT_TEST_REQUIRE=$(REQUIRE) go test -count=1 -timeout 30m -run '^TestSuite' ./cmd/culvert
 	$(MAKE) bench-smoke
 
 # ATTACH=vhost-user shows that attachment instead of QEMU's socket.
@@ -64,7 +64,7 @@ bench: need-go
 	@set -e; dir=bench/results/$$(date +%F)-$$(git rev-parse --short HEAD); mkdir -p $$dir; \
 	go test -c -o $$dir/bench.test ./bench; trap 'rm -f '$$dir'/bench.test' EXIT; \
 	for i in $$(seq $(ROUNDS)); do echo "round $$i of $(ROUNDS)"; \
-		$$dir/bench.test -test.run '^$$' -test.bench . -test.benchtime 1x -test.timeout 20m > $$dir/round-$$i.txt; done; \
+		(cd bench && ../$$dir/bench.test -test.run '^$$' -test.bench . -test.benchtime 1x -test.timeout 20m) > $$dir/round-$$i.txt; done; \
 	go run ./bench/report $$dir > BENCHMARKS.md
 
 bench-smoke: need-go

@@ -2,6 +2,7 @@ package main_test
 
 import (
 	"fmt"
+	"io"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -56,23 +57,35 @@ var realGuest = sync.OnceValues(func() (g struct{ dir, accel string }, err error
 	return g, err
 })
 
-// A qemuBed is the real VM. netdev is the other end of its NIC, without its id.
+// A qemuBed is the real VM. nic is boot.sh's arguments for the other end of its
+// NIC, device what is added to the NIC's properties.
 type qemuBed struct {
 	attach string
-	netdev string
+	nic    []string
+	device string
+	boots  string   // its script below contrib
+	env    []string // what else the script is told
 
 	dir, accel string
 	cmd        *exec.Cmd
 	serial     *console
+	keyboard   io.Writer
+	commands   int // typed since it booted
 }
 
-func newQEMU(t *testing.T, attach, netdev string) *qemuBed {
+// newNetdev is the VM on one of QEMU's own network back-ends.
+func newNetdev(t *testing.T, attach, netdev string) *qemuBed {
+	t.Helper()
+	return newQEMU(t, attach, "-netdev", netdev+",id=n0")
+}
+
+func newQEMU(t *testing.T, attach string, nic ...string) *qemuBed {
 	t.Helper()
 	_, err := exec.LookPath("qemu-system-x86_64")
 	datapathtest.Require(t, "qemu", err == nil, "apt-get install qemu-system-x86, or contrib/install-deps.sh test")
 	g, err := realGuest()
 	datapathtest.Require(t, "qemu", err == nil, fmt.Sprint(err))
-	b := &qemuBed{attach: attach, netdev: netdev, dir: g.dir, accel: g.accel}
+	b := &qemuBed{attach: attach, nic: nic, boots: "guest/boot.sh", dir: g.dir, accel: g.accel}
 	t.Cleanup(func() {
 		if b.cmd != nil {
 			b.kill(t)
@@ -95,6 +108,9 @@ func (b *qemuBed) slow() int {
 
 func (b *qemuBed) boot(t *testing.T) {
 	t.Helper()
+	if b.cmd != nil {
+		return // it outlived the daemon
+	}
 	b.power(t)
 	b.awaitServers(t)
 }
@@ -103,9 +119,12 @@ func (b *qemuBed) boot(t *testing.T) {
 func (b *qemuBed) power(t *testing.T) {
 	t.Helper()
 	require.Nil(t, b.cmd, "the VM runs already")
-	b.serial = new(console)
-	b.cmd = exec.Command("../../contrib/guest/boot.sh", b.dir, "-netdev", b.netdev+",id=n0")
-	b.cmd.Env = append(os.Environ(), "GUEST_ACCEL="+b.accel)
+	b.serial, b.commands = new(console), 0
+	b.cmd = exec.Command("../../contrib/"+b.boots, append([]string{b.dir}, b.nic...)...)
+	b.cmd.Env = append(append(os.Environ(), "GUEST_ACCEL="+b.accel, "GUEST_DEVICE="+b.device), b.env...)
+	var err error
+	b.keyboard, err = b.cmd.StdinPipe()
+	require.NoError(t, err)
 	b.cmd.Stdout, b.cmd.Stderr = b.serial, b.serial
 	b.cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
 	require.NoError(t, b.cmd.Start())
@@ -114,7 +133,23 @@ func (b *qemuBed) power(t *testing.T) {
 func (b *qemuBed) awaitServers(t *testing.T) {
 	t.Helper()
 	require.Eventually(t, func() bool { return strings.Contains(b.serial.String(), "guest ready") },
-		time.Minute, 50*time.Millisecond, "the guest does not boot:\n%s", b.serial)
+		3*time.Minute, 50*time.Millisecond, "the guest does not boot:\n%s", b.serial)
+}
+
+// sh runs a command on the guest's console, which has to succeed, and returns
+// what the console has shown since.
+func (b *qemuBed) sh(t *testing.T, command string) string {
+	t.Helper()
+	const done = "guest ran it: "
+	before := len(b.serial.String())
+	_, err := io.WriteString(b.keyboard, command+"\n")
+	require.NoError(t, err)
+	b.commands++
+	require.Eventually(t, func() bool { return strings.Count(b.serial.String(), done) == b.commands },
+		time.Minute, 20*time.Millisecond, "%s\n%s", command, b.serial)
+	said := b.serial.String()[before:]
+	require.Contains(t, said, done+"0", command)
+	return said
 }
 
 func (b *qemuBed) signal(t *testing.T, s syscall.Signal) {

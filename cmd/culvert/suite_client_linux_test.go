@@ -142,6 +142,17 @@ func isReset(err error) bool {
 	return errors.Is(err, syscall.ECONNRESET) || errors.Is(err, syscall.EPIPE)
 }
 
+// mustEcho passes s over a connection to the guest's echo port and back.
+func mustEcho(t *testing.T, c net.Conn, s string) {
+	t.Helper()
+	_, err := io.WriteString(c, s)
+	require.NoError(t, err)
+	got := make([]byte, len(s))
+	_, err = io.ReadFull(c, got)
+	require.NoError(t, err)
+	require.Equal(t, s, string(got))
+}
+
 // observed asks the guest how the flow called id ended.
 func (e *env) observed(t *testing.T, id string) (how string, n int64, sum string) {
 	t.Helper()

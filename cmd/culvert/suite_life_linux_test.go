@@ -181,15 +181,7 @@ func testPause(vmm interface {
 }, pause time.Duration) func(*testing.T, *env) {
 	return func(t *testing.T, e *env) {
 		c := e.dial(t, portEcho)
-		ping := func(s string) {
-			_, err := io.WriteString(c, s)
-			require.NoError(t, err)
-			got := make([]byte, len(s))
-			_, err = io.ReadFull(c, got)
-			require.NoError(t, err)
-			require.Equal(t, s, string(got))
-		}
-		ping("before")
+		mustEcho(t, c, "before")
 		vmm.signal(t, syscall.SIGSTOP)
 		time.Sleep(pause)
 		state := e.d.vm(t).State
@@ -200,7 +192,7 @@ func testPause(vmm interface {
 		vmm.signal(t, syscall.SIGCONT)
 		assert.Contains(t, []string{"stalled", "ready"}, state)
 		assert.True(t, forwarded, "listeners were closed")
-		ping("after")
+		mustEcho(t, c, "after")
 		e.d.waitReady(t)
 	}
 }

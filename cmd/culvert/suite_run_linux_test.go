@@ -48,7 +48,7 @@ var cases = []testCase{
 func TestSuiteQEMU(t *testing.T) {
 	needsTime(t)
 	sock := filepath.Join(shortTempDir(t), "vm.sock")
-	b := newQEMU(t, "qemu:unix:"+sock, "stream,server=off,addr.type=unix,addr.path="+sock)
+	b := newNetdev(t, "qemu:unix:"+sock, "stream,server=off,addr.type=unix,addr.path="+sock)
 	e := start(t, b)
 
 	// FB-002's slowest server answers 90 s after the client's end; the other
@@ -72,7 +72,7 @@ func TestSuiteQEMU(t *testing.T) {
 func TestSuiteQEMUDial(t *testing.T) {
 	needsTime(t)
 	sock := filepath.Join(shortTempDir(t), "vm.sock")
-	b := newQEMU(t, "qemu:unix:"+sock+",dial", "stream,server=on,addr.type=unix,addr.path="+sock)
+	b := newNetdev(t, "qemu:unix:"+sock+",dial", "stream,server=on,addr.type=unix,addr.path="+sock)
 	start(t, b).run(t,
 		testCase{"HTTP", testHTTP},
 		testCase{"FB118", testRestart},
@@ -86,7 +86,7 @@ func TestSuiteUnixgram(t *testing.T) {
 	needsTime(t)
 	dir := shortTempDir(t)
 	ours, theirs := filepath.Join(dir, "culvert.sock"), filepath.Join(dir, "qemu.sock")
-	b := newQEMU(t, "unixgram:"+ours,
+	b := newNetdev(t, "unixgram:"+ours,
 		"dgram,local.type=unix,local.path="+theirs+",remote.type=unix,remote.path="+ours)
 	e := start(t, b)
 	e.run(t, cases...)
@@ -95,6 +95,68 @@ func TestSuiteUnixgram(t *testing.T) {
 		testCase{"Killed", testEnd(b.kill, 5*time.Second)},
 		testCase{"Stop", testStop},
 	)
+}
+
+// TestSuiteVhostUser is the real VM whose NIC we are.
+func TestSuiteVhostUser(t *testing.T) {
+	needsTime(t)
+	b := newVhostUser(t, "")
+	e := start(t, b)
+	late := make(chan error, 1) // as in TestSuiteQEMU
+	go func() { late <- e.halfClose(portAnswer90s, "hello", 90*time.Second) }()
+	e.run(t, cases...)
+	e.run(t,
+		testCase{"HTTPD", testHTTPD},
+		testCase{"FB002Late", func(t *testing.T, _ *env) { require.NoError(t, <-late) }},
+		testCase{"Offloads", testOffloads(b)},
+		testCase{"Reboot", testReboot(b)},
+		testCase{"Idle", testIdle},
+		testCase{"Pause", testPause(b, 5*time.Second)},
+		testCase{"FB118", testRestart},
+		testCase{"Killed", testEnd(b.kill, time.Second)},
+		testCase{"FB121", testCycles(b, 5)},
+		testCase{"Goroutines", testGoroutines},
+		testCase{"Stop", testStop},
+	)
+}
+
+// TestSuiteVhostUserQueues is the same with two pairs of queues.
+func TestSuiteVhostUserQueues(t *testing.T) {
+	needsTime(t)
+	b := newVhostUser(t, ",queues=2")
+	start(t, b).run(t,
+		testCase{"HTTP", testHTTP},
+		testCase{"Transfer", testTransfer},
+		testCase{"Connections", testConnections},
+		testCase{"UDPEcho", testUDPEcho},
+		testCase{"Channels", testChannels(b)},
+		testCase{"Killed", testEnd(b.kill, time.Second)},
+		testCase{"Stop", testStop},
+	)
+}
+
+// TestSuiteVhostUserRefused is the VM whose owner refuses one feature after
+// another.
+func TestSuiteVhostUserRefused(t *testing.T) {
+	needsTime(t)
+	b := newVhostUser(t, "")
+	e := start(t, b)
+	for _, f := range []string{
+		"csum", "guest_csum", "host_tso4", "host_tso6", "host_ecn", "guest_tso4", "guest_tso6", "guest_ecn",
+		"mrg_rxbuf", "event_idx", "indirect_desc",
+	} {
+		e.run(t, testCase{f, func(t *testing.T, e *env) {
+			hosts := e.hosts(t)
+			b.kill(t)
+			e.d.waitState(t, "pending", margin*10*time.Second)
+			b.device = "," + f + "=off"
+			e.boot(t)
+			e.assertBack(t, hosts)
+			require.NoError(t, e.fetch(16<<20))
+			require.NoError(t, e.send(16<<20))
+		}})
+	}
+	e.run(t, testCase{"Stop", testStop})
 }
 
 // TestSuiteTap is a namespace with a tap in it.
