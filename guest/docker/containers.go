@@ -21,7 +21,7 @@ import (
 const (
 	// inspectWithin bounds one inspection. The engine answers from memory, unless
 	// it hangs on that container.
-	inspectWithin = 5 * time.Second
+	inspectWithin = 2 * time.Second
 	// inspectAgain is when a container that could not be inspected is tried again
 	// though it looks the same.
 	inspectAgain = time.Minute
@@ -40,6 +40,9 @@ func (c *Client) Containers(ctx context.Context) ([]Container, error) {
 	listed, err := s.api.ContainerList((&call{max: listing}).of(under), client.ContainerListOptions{})
 	if err != nil {
 		return nil, c.fault(ctx, s, err)
+	}
+	if listed.Items == nil { // null: no evidence that nothing runs
+		return nil, c.fault(ctx, s, &failure{"sent no list of containers"})
 	}
 	running := make(map[string]*container.Summary, len(listed.Items))
 	for i := range listed.Items {

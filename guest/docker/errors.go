@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"errors"
 	"io"
+	"net"
 	"os"
 	"strconv"
 	"strings"
@@ -63,7 +64,7 @@ func unreached(err error, tlsSet bool) *failure {
 		return &failure{"cannot be reached: no route to it"}
 	case is(os.ErrDeadlineExceeded, context.DeadlineExceeded, syscall.ETIMEDOUT), strings.Contains(text, "TLS handshake timeout"):
 		return &failure{"did not answer in time"}
-	case is(io.EOF, io.ErrUnexpectedEOF, syscall.ECONNRESET, syscall.EPIPE, os.ErrClosed):
+	case is(io.EOF, io.ErrUnexpectedEOF, syscall.ECONNRESET, syscall.EPIPE, net.ErrClosed):
 		return &failure{"closed the connection"}
 	}
 	return &failure{"cannot be asked: " + clean(text)}

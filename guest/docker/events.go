@@ -2,6 +2,8 @@ package docker
 
 import (
 	"context"
+	"errors"
+	"io"
 	"strconv"
 
 	"github.com/moby/moby/api/types/events"
@@ -68,6 +70,9 @@ func (c *Client) Watch(ctx context.Context, subscribed func(), changed func(Even
 			}
 		case err := <-stream.Err:
 			for range stream.Err { // closed when the library's goroutine is through
+			}
+			if errors.Is(err, io.EOF) {
+				err = &failure{"ended its stream of events"}
 			}
 			return c.fault(ctx, s, err)
 		}

@@ -32,15 +32,15 @@ var (
 	// container some ten of networks and mounts; values are four a binding and 60 a
 	// container. The worst document of these numbers decodes into about 100 MB,
 	// once, for as long as the call lasts.
-	listing = measure{what: "listing", bytes: 24 << 20, objects: 1 << 17, values: 1 << 19, items: maxContainers}
+	listing = measure{what: "a listing", bytes: 24 << 20, objects: 1 << 17, values: 1 << 19, items: maxContainers}
 	// A binding is 86 bytes in the network settings and 50 in the host
 	// configuration, with two objects and one more: room for a range of 10 000
 	// ports beside what is always there (5 to 10 KiB).
-	inspection = measure{what: "inspection", bytes: 4 << 20, objects: 1 << 16, values: 1 << 17, items: 1}
+	inspection = measure{what: "an inspection", bytes: 4 << 20, objects: 1 << 16, values: 1 << 17, items: 1}
 	// An event carries its container's labels.
-	eventMeasure = measure{what: "event", bytes: 1 << 20, objects: 64, values: 1 << 14, items: 1}
+	eventMeasure = measure{what: "an event", bytes: 1 << 20, objects: 64, values: 1 << 14, items: 1}
 	// Anything else is an error's text or a ping.
-	remark = measure{what: "answer", bytes: 1 << 20, objects: 1 << 10, values: 1 << 14, items: 1 << 10}
+	remark = measure{what: "an answer", bytes: 1 << 20, objects: 1 << 10, values: 1 << 14, items: 1 << 10}
 )
 
 // An excess is a document beyond its measure.
@@ -51,7 +51,7 @@ type excess struct {
 }
 
 func (e *excess) Error() string {
-	return fmt.Sprintf("an %s of more than %d %s, which culvert does not take", e.what, e.max, e.unit)
+	return fmt.Sprintf("%s of more than %d %s, which culvert does not take", e.what, e.max, e.unit)
 }
 
 // A gauge reads JSON documents, one or a stream of them, and fails once one goes

@@ -135,10 +135,10 @@ func (c *Container) addPorts(key string, bindings []struct{ HostIP, HostPort tex
 	first, last, ok := ports(number)
 	switch {
 	case !ok:
-		c.unusable("", 0, fmt.Sprintf("%q is no port", clean(key)))
+		c.unusable("", 0, fmt.Sprintf(`"%s" is no port`, clean(key)))
 		return
 	case !slices.Contains(protocols, proto):
-		c.unusable("", first, fmt.Sprintf("%q is no protocol", clean(proto)))
+		c.unusable("", first, fmt.Sprintf(`"%s" is no protocol`, clean(proto)))
 		return
 	case len(bindings) == 0:
 		c.unusable(proto, first, noHostPort)
@@ -146,7 +146,7 @@ func (c *Container) addPorts(key string, bindings []struct{ HostIP, HostPort tex
 	for _, b := range bindings {
 		addr, err := netip.ParseAddr(string(b.HostIP))
 		if err != nil && b.HostIP != "" {
-			c.unusable(proto, first, fmt.Sprintf("host address %q is none", clean(string(b.HostIP))))
+			c.unusable(proto, first, fmt.Sprintf(`host address "%s" is none`, clean(string(b.HostIP))))
 			continue
 		}
 		hostFirst, hostLast, ok := ports(string(b.HostPort))
@@ -154,7 +154,7 @@ func (c *Container) addPorts(key string, bindings []struct{ HostIP, HostPort tex
 		case b.HostPort == "" || b.HostPort == "0":
 			c.unusable(proto, first, noHostPort)
 		case !ok:
-			c.unusable(proto, first, fmt.Sprintf("host port %q is none", clean(string(b.HostPort))))
+			c.unusable(proto, first, fmt.Sprintf(`host port "%s" is none`, clean(string(b.HostPort))))
 		case first == last && hostFirst != hostLast: // docker run -p 8000-8010:80, not yet decided
 			c.unusable(proto, first, fmt.Sprintf("host port %s is for the engine to choose from", b.HostPort))
 		case last-first != hostLast-hostFirst:
@@ -192,7 +192,7 @@ func ports(s string) (first, last uint16, ok bool) {
 func (c *Container) addBinding(proto string, port uint16, hostIP netip.Addr, hostPort uint16) {
 	switch {
 	case !slices.Contains(protocols, proto):
-		c.unusable("", port, fmt.Sprintf("%q is no protocol", clean(proto)))
+		c.unusable("", port, fmt.Sprintf(`"%s" is no protocol`, clean(proto)))
 	case port == 0:
 		c.unusable(proto, 0, "port 0 is none")
 	case hostPort == 0:

@@ -327,8 +327,8 @@ func (c *FakeContainer) networks() map[string]any {
 	return m
 }
 
-// listed is the container in GET /containers/json. Bindings without a number are
-// left out of it, as the engine does.
+// listed is the container in GET /containers/json. Bindings without a number or
+// with an address that is none are not in it, as in the engine's.
 func (c *FakeContainer) listed() map[string]any {
 	names := []string{"/" + c.Name}
 	for _, l := range c.Links {
@@ -345,7 +345,8 @@ func (c *FakeContainer) listed() map[string]any {
 			ports = append(ports, map[string]any{"PrivatePort": port, "Type": proto})
 		}
 		for _, b := range bindings {
-			if public, err := strconv.ParseUint(b.HostPort, 10, 16); err == nil {
+			_, wrong := netip.ParseAddr(b.HostIP)
+			if public, err := strconv.ParseUint(b.HostPort, 10, 16); err == nil && (wrong == nil || b.HostIP == "") {
 				ports = append(ports, map[string]any{"IP": b.HostIP, "PrivatePort": port, "PublicPort": public, "Type": proto})
 			}
 		}
