@@ -12,6 +12,9 @@ import (
 // pageSize is how many Services are asked for at a time. Servers may send more.
 const pageSize = 500
 
+// maxToken is how long what is sent back may be, in bytes.
+const maxToken = 4 << 10
+
 // A set is the Services of a cluster by name, within bounds.
 type set struct {
 	services map[name]*Service
@@ -86,6 +89,9 @@ func (c *Client) list(ctx context.Context) (*set, string, error) {
 		}
 		if meta.Continue == "" {
 			return services, meta.ResourceVersion, nil
+		}
+		if len(meta.Continue) > maxToken {
+			return nil, "", fmt.Errorf("a continue token of %d bytes", len(meta.Continue))
 		}
 		query.Set("continue", meta.Continue)
 	}
