@@ -57,6 +57,9 @@ func (a *attacher) Accept(ctx context.Context) (reconcile.Link, error) {
 
 // AttachVM implements reconcile.Attacher.
 func (a *attacher) AttachVM(l reconcile.Link) {
+	a.mu.Lock()
+	a.link = l.(*link) // again, where a guest was reset: the life is another, the link is not
+	a.mu.Unlock()
 	a.forwarder.AttachVM(a.vm.Name, stack.VM{Guest: l.(*link).Stack, Node: a.vm.Node})
 }
 
