@@ -48,7 +48,8 @@ const (
 	// warnAt is how many failures in a row are said (C-44): the API server of a
 	// cluster that starts fails a few times, every time.
 	warnAt = 15
-	// maxText bounds a text of the guest's in a sentence.
+	// maxText bounds a reason for which the API does not answer: it may come from
+	// the guest.
 	maxText = 200
 )
 
@@ -149,7 +150,7 @@ func (s *Services) failed(err error, inRow int) {
 	defer s.mu.Unlock()
 	before := s.status.Failures
 	s.status.Reachable = false
-	s.status.Detail = clip(err.Error())
+	s.status.Detail = clip(err.Error(), maxText)
 	s.status.Failures = max(before+1, inRow)
 	if before < warnAt && s.status.Failures >= warnAt {
 		s.log.Warn("Kubernetes API does not answer; listeners stay as they are",

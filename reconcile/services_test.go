@@ -26,6 +26,12 @@ type fakeCluster struct {
 	fail chan error
 }
 
+var (
+	_ cluster = (*fakeCluster)(nil)
+	_ cluster = (*kube.Client)(nil)
+	_ Source  = (*Services)(nil)
+)
+
 func newFakeCluster() *fakeCluster {
 	return &fakeCluster{say: make(chan kube.Update), fail: make(chan error)}
 }

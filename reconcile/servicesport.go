@@ -61,7 +61,7 @@ func (s *Services) wantsOf(svc *kube.Service, limit int) []Want {
 		case len(wants) == limit:
 			return wants
 		case p.Number == 0 || !validProtocol(port.Protocol) || asked[port]:
-			s.log.Debug("port of a Service ignored", "service", svc.Namespace+"/"+svc.Name, "port", p.Number, "protocol", clip(p.Protocol))
+			s.log.Debug("port of a Service ignored", "service", svc.Namespace+"/"+svc.Name, "port", p.Number, "protocol", quoted(p.Protocol))
 			continue
 		}
 		asked[port] = true
@@ -159,7 +159,7 @@ func (s *Services) reach(svc *kube.Service) way {
 			named = true
 			continue
 		case err != nil:
-			err = fmt.Errorf("the cluster's load balancer reports %q, which is no IP address", clip(text))
+			err = fmt.Errorf("the cluster's load balancer reports %s, which is no IP address", quoted(text))
 		case addr == s.opts.Node:
 			return way{}
 		default:
@@ -214,7 +214,7 @@ func sourceRanges(texts []string) (listener.Prefixes, error) {
 	for i, text := range texts {
 		var err error
 		if ranges[i], err = netip.ParsePrefix(strings.TrimSpace(text)); err != nil {
-			return "", fmt.Errorf("loadBalancerSourceRanges: %q is no address prefix", clip(text))
+			return "", fmt.Errorf("loadBalancerSourceRanges: %s is no address prefix", quoted(text))
 		}
 		all = all || ranges[i].Bits() == 0
 	}
@@ -224,14 +224,16 @@ func sourceRanges(texts []string) (listener.Prefixes, error) {
 	return listener.MakePrefixes(ranges...), nil
 }
 
+// quoted is the beginning of a text of the guest's, for a sentence.
+func quoted(text string) string { return strconv.Quote(clip(text, 60)) }
+
 // clip bounds a text of the guest's.
-func clip(text string) string {
-	if len(text) <= maxText {
+func clip(text string, limit int) string {
+	if len(text) <= limit {
 		return text
 	}
-	cut := maxText
-	for cut > 0 && !utf8.RuneStart(text[cut]) {
-		cut--
+	for limit > 0 && !utf8.RuneStart(text[limit]) {
+		limit--
 	}
-	return text[:cut] + "…"
+	return text[:limit] + "…"
 }
