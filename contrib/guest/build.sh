@@ -11,13 +11,16 @@
 # The result is cached by a hash of everything that goes into it, outside the
 # tree: $CULVERT_CACHE, else $XDG_CACHE_HOME/culvert, else ~/.cache/culvert.
 # Needs no root; contrib/install-deps.sh says what it needs.
+#
+#	build.sh -k	only fetches the kernel's packages, and prints the directory
+#			that holds them
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 cache=${CULVERT_CACHE:-${XDG_CACHE_HOME:-${HOME:?}/.cache}/culvert}
 
 # In the order of their dependencies. What a kernel has built in is left out.
-modules=(virtio_ring virtio virtio_pci_modern_dev virtio_pci_legacy_dev virtio_pci failover net_failover virtio_net)
+modules=(virtio_ring virtio virtio_pci_modern_dev virtio_pci_legacy_dev virtio_pci failover net_failover virtio_net virtio_blk)
 
 die() { echo "guest: $*" >&2; exit 1; }
 
@@ -49,6 +52,23 @@ mods=${kernel/linux-image/linux-modules}
 ! apt-cache show "$mods" >/dev/null 2>&1 || packages+=("$mods")
 versions=$(apt-cache show --no-all-versions "${packages[@]}" | awk '/^(Package|Version):/ {print $2}')
 
+mkdir -p "$cache"
+tmp=$(mktemp -d "$cache/building.XXXXXX")
+trap 'rm -rf "$tmp"' EXIT
+
+debs=$cache/kernel-$(echo "$versions" | sha256sum | cut -c1-16)
+if [ ! -d "$debs" ]; then
+	mkdir "$tmp/deb"
+	# As root apt would download as the user _apt, who may not write here.
+	(cd "$tmp/deb" && apt-get -q -o APT::Sandbox::User=root download "${packages[@]}" >&2) ||
+		die "cannot download ${packages[*]}; if apt's lists are old, run apt-get update as root"
+	mv -T "$tmp/deb" "$debs" 2>/dev/null || [ -d "$debs" ]
+fi
+if [ "${1:-}" = -k ]; then
+	echo "$debs"
+	exit
+fi
+
 key=$({ echo "$versions"; go version; cat "$busybox" "${tools[@]}" "$here/build.sh" "$here/init" "$here"/guestd/*.go; } | sha256sum | cut -c1-16)
 out=$cache/guest-$key
 if [ -e "$out/initrd.gz" ]; then
@@ -56,19 +76,9 @@ if [ -e "$out/initrd.gz" ]; then
 	exit
 fi
 
-mkdir -p "$cache"
-tmp=$(mktemp -d "$cache/building.XXXXXX")
-trap 'rm -rf "$tmp"' EXIT
 echo "guest: making $out from ${packages[*]}" >&2
 
-mkdir "$tmp/deb" "$tmp/kernel" "$tmp/out"
-debs=$cache/kernel-$(echo "$versions" | sha256sum | cut -c1-16)
-if [ ! -d "$debs" ]; then
-	# As root apt would download as the user _apt, who may not write here.
-	(cd "$tmp/deb" && apt-get -q -o APT::Sandbox::User=root download "${packages[@]}" >&2) ||
-		die "cannot download ${packages[*]}; if apt's lists are old, run apt-get update as root"
-	mv -T "$tmp/deb" "$debs" 2>/dev/null || [ -d "$debs" ]
-fi
+mkdir "$tmp/kernel" "$tmp/out"
 for deb in "$debs"/*.deb; do
 	dpkg-deb -x "$deb" "$tmp/kernel"
 done
