@@ -14,7 +14,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/culvertnet/culvert/datapath/datapathtest" //nolint:depguard // a test's, for what a skip says
+	"github.com/culvertnet/culvert/datapath/datapathtest"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 )
