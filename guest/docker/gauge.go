@@ -1,6 +1,7 @@
 package docker
 
 import (
+	"bytes"
 	"fmt"
 	"io"
 )
@@ -33,10 +34,11 @@ var (
 	// container. The worst document of these numbers decodes into about 100 MB,
 	// once, for as long as the call lasts.
 	listing = measure{what: "a listing", bytes: 24 << 20, objects: 1 << 17, values: 1 << 19, items: maxContainers}
-	// A binding is 86 bytes in the network settings and 50 in the host
-	// configuration, with two objects and one more: room for a range of 10 000
-	// ports beside what is always there (5 to 10 KiB).
-	inspection = measure{what: "an inspection", bytes: 4 << 20, objects: 1 << 16, values: 1 << 17, items: 1}
+	// A port is 86 bytes in the network settings and 50 in the host configuration,
+	// with four objects: room for a range of 4000 beside what is always there (5
+	// to 10 KiB). A container of more is taken as it is listed. Eight of these at
+	// once decode into less than 100 MB, whoever made them.
+	inspection = measure{what: "an inspection", bytes: 1 << 20, objects: 1 << 14, values: 1 << 16, items: 1}
 	// An event carries its container's labels.
 	eventMeasure = measure{what: "an event", bytes: 1 << 20, objects: 64, values: 1 << 14, items: 1}
 	// Anything else is an error's text or a ping.
@@ -73,49 +75,67 @@ func (g *gauge) Read(p []byte) (int, error) {
 		return 0, g.exceeded
 	}
 	n, err := g.r.Read(p)
-	for i, b := range p[:n] {
-		if g.exceeded = g.count(b); g.exceeded != nil {
-			return i, g.exceeded
+	for text := p[:n]; len(text) > 0; {
+		k := g.count(text)
+		if g.exceeded = g.check(); g.exceeded != nil {
+			return n - len(text), g.exceeded
 		}
+		text = text[k:]
 	}
 	return n, err
 }
 
-func (g *gauge) count(b byte) error {
+// count takes the text up to the next byte that has a meaning, and that byte.
+func (g *gauge) count(text []byte) int {
 	u := &g.used
-	u.bytes++
-	switch {
-	case g.escaped:
+	meaning := `"{}[],`
+	if g.escaped {
 		g.escaped = false
-	case g.quoted:
-		g.quoted = b != '"'
-		g.escaped = b == '\\'
+		u.bytes++
+		return 1
+	}
+	if g.quoted {
+		meaning = `"\`
+	}
+	k := bytes.IndexAny(text, meaning)
+	if k < 0 {
+		u.bytes += int64(len(text))
+		return len(text)
+	}
+	u.bytes += int64(k + 1)
+	switch b := text[k]; {
+	case b == '\\':
+		g.escaped = true
 	case b == '"':
-		g.quoted = true
+		g.quoted = !g.quoted
 	case b == '{', b == '[':
 		g.depth++
 		if b == '{' {
 			u.objects++
-		}
-	case b == '}', b == ']':
-		if g.depth--; g.depth <= 0 { // the end of a document
-			g.depth, *u = 0, measure{}
 		}
 	case b == ',':
 		u.values++
 		if g.depth == 1 {
 			u.items++ // one less than there are; an object's own members count too
 		}
+	default:
+		if g.depth--; g.depth <= 0 { // the end of a document
+			g.depth, *u = 0, measure{}
+		}
 	}
-	switch {
-	case u.bytes > g.max.bytes:
-		return &excess{g.max.what, g.max.bytes, "bytes"}
-	case u.objects > g.max.objects:
-		return &excess{g.max.what, int64(g.max.objects), "objects"}
-	case u.values > g.max.values:
-		return &excess{g.max.what, int64(g.max.values), "values"}
-	case g.max.items > 1 && u.items >= g.max.items:
-		return &excess{g.max.what, int64(g.max.items), "items"}
+	return k + 1
+}
+
+func (g *gauge) check() error {
+	switch u, max := &g.used, &g.max; {
+	case u.bytes > max.bytes:
+		return &excess{max.what, max.bytes, "bytes"}
+	case u.objects > max.objects:
+		return &excess{max.what, int64(max.objects), "objects"}
+	case u.values > max.values:
+		return &excess{max.what, int64(max.values), "values"}
+	case max.items > 1 && u.items >= max.items:
+		return &excess{max.what, int64(max.items), "items"}
 	}
 	return nil
 }
