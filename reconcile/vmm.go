@@ -18,11 +18,12 @@ type VMM interface {
 // A word is what a VMM last said of its VM; the zero value is that of one that
 // was never heard of.
 type word struct {
-	paused bool   // its processors stand still, for now
-	shut   bool   // the guest has ended and none has begun
-	lost   bool   // the VMM cannot be asked: paused is over, shut is not
-	why    string // it is paused, in the VMM's words
-	text   string // all of it, for people
+	running bool
+	paused  bool   // its processors stand still, for now
+	shut    bool   // the guest has ended and none has begun
+	lost    bool   // the VMM cannot be asked: paused is over, shut is not
+	why     string // it is paused, in the VMM's words
+	text    string // all of it, for people
 
 	// ends counts guests that ended, by a reset or a shutdown, and end is why the
 	// last did: a guest may end and the next begin between two looks.
@@ -35,6 +36,7 @@ type word struct {
 // after returns the word that w is after an event.
 func (w word) after(e vmm.Event) word {
 	was := w.paused
+	w.running = e.Kind == vmm.Running || e.Kind == vmm.Reset && w.running
 	w.text = withReason(e.Kind.String(), e.Detail)
 	switch e.Kind {
 	case vmm.Lost:

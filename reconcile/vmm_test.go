@@ -374,6 +374,31 @@ func TestC27Reset(t *testing.T) {
 	})
 }
 
+// FB-118, FB-133: where a VM runs on without its link, and its VMM will never
+// connect again, the VM says what it takes.
+func TestRunsWithoutALink(t *testing.T) {
+	inVMs(t, func(t *testing.T, b *vmBench) {
+		b.says(running)
+		time.Sleep(reconnectWithin - time.Millisecond)
+		b.is(t, VMWaiting, 0, nothingYet) // a daemon that was started again
+		time.Sleep(2 * time.Millisecond)
+		b.is(t, VMWaiting, 0, nothingYet+mustRestart)
+		l := b.ready(t, "one", true)
+		b.is(t, VMReady, 1, "")
+		time.Sleep(time.Hour)
+		b.is(t, VMReady, 1, "")
+		close(l.done)
+		b.is(t, VMGone, 1, "the datapath ended")
+		time.Sleep(2 * reconnectWithin)
+		b.is(t, VMGone, 1, "the datapath ended"+mustRestart)
+		b.says(lostVMM)
+		b.is(t, VMGone, 1, "the datapath ended")
+		time.Sleep(time.Hour)
+		b.is(t, VMGone, 1, "the datapath ended")
+		b.ready(t, "two", true)
+	})
+}
+
 // A guest that is reset before it was ready has opened nothing.
 func TestResetWhileItBoots(t *testing.T) {
 	inVMs(t, func(t *testing.T, b *vmBench) {

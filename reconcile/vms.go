@@ -35,6 +35,9 @@ const (
 
 	acceptBackoffMin = 250 * time.Millisecond
 	acceptBackoffMax = 2 * time.Second
+	// A VMM that reconnects does so within a second or two; QEMU's vhost-user and
+	// newer stream netdevs do when they are told to.
+	reconnectWithin = 5 * time.Second
 	// A peer that connects and closes as fast as it can gets ten lives a second,
 	// and so does a guest that resets itself.
 	lifeEvery = 100 * time.Millisecond
@@ -230,6 +233,11 @@ func (s *VMs) hear(v *vm, e vmm.Event) {
 
 // accept waits for the next life. It returns nil when ctx has ended.
 func (s *VMs) accept(ctx context.Context, v *vm, why string) Link {
+	accepting, accepted := context.WithCancel(ctx)
+	var missing sync.WaitGroup
+	missing.Go(func() { s.missing(accepting, v, why) })
+	defer missing.Wait()
+	defer accepted()
 	retry := backoff{min: acceptBackoffMin, max: acceptBackoffMax}
 	said := ""
 	for {
@@ -247,6 +255,39 @@ func (s *VMs) accept(ctx context.Context, v *vm, why string) Link {
 		}
 		if !sleep(ctx, retry.delay()) {
 			return nil
+		}
+	}
+}
+
+// mustRestart is what a VM that runs without its link may need.
+const mustRestart = "; its VMM says that it runs: if that does not connect again by itself, as QEMU before 8.0 does not, the VM must be restarted"
+
+// missing says until ctx ends when the VMM runs the VM and no link comes, which
+// is so for ever where it connects only once.
+func (s *VMs) missing(ctx context.Context, v *vm, why string) {
+	for detail := why; ; {
+		w, changed := v.words.now()
+		var late <-chan time.Time
+		if w.running {
+			late = time.After(reconnectWithin)
+		}
+		if !w.running && detail != why {
+			detail = why
+			s.update(v, func(view *VMView) { view.Detail = why })
+		}
+		select {
+		case <-late:
+			detail = why + mustRestart
+			s.update(v, func(view *VMView) { view.Detail = detail })
+			select {
+			case <-changed:
+			case <-ctx.Done():
+			}
+		case <-changed:
+		case <-ctx.Done():
+		}
+		if ctx.Err() != nil {
+			return
 		}
 	}
 }
