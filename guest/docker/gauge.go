@@ -103,17 +103,17 @@ func (g *gauge) count(text []byte) int {
 		return len(text)
 	}
 	u.bytes += int64(k + 1)
-	switch b := text[k]; {
-	case b == '\\':
+	switch text[k] {
+	case '\\':
 		g.escaped = true
-	case b == '"':
+	case '"':
 		g.quoted = !g.quoted
-	case b == '{', b == '[':
+	case '{':
 		g.depth++
-		if b == '{' {
-			u.objects++
-		}
-	case b == ',':
+		u.objects++
+	case '[':
+		g.depth++
+	case ',':
 		u.values++
 		if g.depth == 1 {
 			u.items++ // one less than there are; an object's own members count too
