@@ -169,6 +169,20 @@ func TestAPIServer(t *testing.T) {
 	}
 	w.untilServices("dns:53/UDP", "web:81/TCP")
 
+	// One Service with more ports than are kept.
+	huge := loadBalancer("huge")
+	huge.Spec.AllocateLoadBalancerNodePorts = new(bool)
+	for i := range int32(5000) {
+		huge.Spec.Ports = append(huge.Spec.Ports, tcp(1+i))
+	}
+	k.Create(huge)
+	w.until("the huge Service", func(u kube.Update) bool {
+		i := slices.IndexFunc(u.Services, func(s kube.Service) bool { return s.Name == "huge" })
+		return i >= 0 && len(u.Services[i].Ports) == 1024
+	})
+	k.Delete("default", "huge")
+	w.untilServices("dns:53/UDP", "web:81/TCP")
+
 	// The API server dies, and is away for a while: nothing is told but failures.
 	k.Kill()
 	u = w.until("failures", func(u kube.Update) bool { return u.Failures >= 2 })

@@ -14,6 +14,7 @@ import (
 	"slices"
 	"strconv"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -46,6 +47,7 @@ type fakeAPI struct {
 	dialErr     error
 	addr        string // what must be dialled; empty: anything
 	watchers    []*watcher
+	dead        func() // from now on no byte of any connection arrives
 }
 
 type fakeEvent struct {
@@ -55,7 +57,7 @@ type fakeEvent struct {
 
 // newFakeAPI starts one; stop ends it and its watchers, before the bubble's end.
 func newFakeAPI(tb testing.TB) *fakeAPI {
-	f := &fakeAPI{tb: tb, dials: make(chan net.Conn), services: make(map[string]corev1.Service), version: 100, addr: "127.0.0.1:6443",
+	f := &fakeAPI{tb: tb, dials: make(chan net.Conn), services: make(map[string]corev1.Service), version: 100, addr: "127.0.0.1:6443", dead: func() {},
 		changed: make(chan struct{})}
 	f.server = httptest.NewUnstartedServer(http.HandlerFunc(f.serve))
 	f.server.Listener.Close()
@@ -109,7 +111,12 @@ func (f *fakeAPI) dial(ctx context.Context, _, addr string) (net.Conn, error) {
 	ours, theirs := net.Pipe()
 	select {
 	case f.dials <- theirs:
-		return ours, nil
+		c := &mortalConn{Conn: ours, closed: make(chan struct{})}
+		f.set(func() {
+			before := f.dead
+			f.dead = func() { before(); c.dead.Store(true) }
+		})
+		return c, nil
 	case <-ctx.Done():
 		return nil, ctx.Err()
 	}
@@ -224,6 +231,35 @@ func (f *fakeAPI) serveWatch(w http.ResponseWriter, r *http.Request) {
 		case <-r.Context().Done():
 		}
 	}
+}
+
+// A mortalConn loses every byte once it is dead.
+type mortalConn struct {
+	net.Conn
+	dead   atomic.Bool
+	once   sync.Once
+	closed chan struct{}
+}
+
+func (c *mortalConn) Read(p []byte) (int, error) {
+	n, err := c.Conn.Read(p)
+	if c.dead.Load() {
+		<-c.closed
+		return 0, net.ErrClosed
+	}
+	return n, err
+}
+
+func (c *mortalConn) Write(p []byte) (int, error) {
+	if c.dead.Load() {
+		return len(p), nil
+	}
+	return c.Conn.Write(p)
+}
+
+func (c *mortalConn) Close() error {
+	c.once.Do(func() { close(c.closed) })
+	return c.Conn.Close()
 }
 
 // A pipeListener accepts what fakeAPI.dial sends.

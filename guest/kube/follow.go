@@ -28,9 +28,9 @@ const (
 	watchHeld = 10 * time.Second
 
 	// The first wait is short, so that one failure costs little; four lists fit
-	// into the first ten seconds.
+	// into the first ten seconds. The last is as long as a cluster takes to start.
 	firstWait   = time.Second
-	longestWait = 30 * time.Second
+	longestWait = 10 * time.Second
 
 	// Changes are told together when they come together: after a moment, and not
 	// more often than so.

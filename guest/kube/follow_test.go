@@ -74,7 +74,7 @@ func TestFollowListsAnewAfterEveryEndOfAWatch(t *testing.T) {
 				// It stays so: the waits grow, and no more than to longestWait.
 				time.Sleep(10 * time.Minute)
 				n := f.listed()
-				require.InDelta(t, 23, n, 2)
+				require.InDelta(t, 62, n, 4)
 
 				// What is listed in between is told, and each failure with its number.
 				var failures, lists int
@@ -389,6 +389,21 @@ func TestFollowBoundsAWatch(t *testing.T) {
 		last := w.updates[len(w.updates)-1]
 		w.mu.Unlock()
 		require.ErrorContains(t, last.Err, "more than 20000 Services")
+	})
+}
+
+// A peer that has gone without a word, as a VM that was killed, is found.
+func TestFollowFindsADeadPeer(t *testing.T) {
+	bubble(t, func(t *testing.T, f *fakeAPI) {
+		w := f.follow(f.kubeconfig(""))
+		time.Sleep(time.Minute)
+		f.put(service("web", 80))
+		time.Sleep(time.Second)
+		require.Equal(t, []string{"web:80"}, w.names())
+		f.set(func() { f.dead() })
+		f.put(service("web", 8080))
+		time.Sleep(40 * time.Second)
+		require.Equal(t, []string{"web:8080"}, w.names())
 	})
 }
 
