@@ -3,11 +3,14 @@ package bench
 import (
 	"context"
 	"net/netip"
+	"os"
+	"path/filepath"
 	"strconv"
 	"syscall"
 	"testing"
 	"time"
 
+	"github.com/culvertnet/culvert/datapath"
 	"github.com/culvertnet/culvert/datapath/datapathtest"
 	"github.com/culvertnet/culvert/datapath/tap"
 	"github.com/culvertnet/culvert/stack"
@@ -30,6 +33,7 @@ type bed struct {
 	server      string              // the server's address
 	client      string              // where the client finds it
 	port        int
+	serve       func(testing.TB) // starts a server for one run of iperf3; nil: one is there for all
 	forwarder   *stack.Forwarder
 	stack       *netstack.Stack
 }
@@ -78,23 +82,33 @@ func openTap(tb testing.TB) *bed {
 		}
 		return netlink.LinkSetUp(link)
 	}))
+	b := mustRelay(tb, att, node, gateway, 5*time.Second)
+	b.guest, b.server = guest, node
+	return b
+}
+
+// mustRelay publishes the iperf3 port of the guest at att, which has to answer
+// within patience.
+func mustRelay(tb testing.TB, att datapath.Attachment, node, gateway string, patience time.Duration) *bed {
+	tb.Helper()
 	s, err := netstack.New(att, netstack.Options{
 		Node: netip.MustParseAddr(node), Gateway: netip.MustParsePrefix(gateway), MTU: mtu, Seed: "bench",
 	})
 	require.NoError(tb, err)
 	tb.Cleanup(func() { _ = s.Close() })
-	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
-	defer cancel()
-	_, err = s.Probe(ctx)
-	require.NoError(tb, err)
+	require.Eventually(tb, func() bool {
+		ctx, cancel := context.WithTimeout(context.Background(), time.Second)
+		defer cancel()
+		_, err := s.Probe(ctx) // asks once
+		return err == nil
+	}, patience, 10*time.Millisecond, "the guest does not answer")
 
 	f, err := stack.New(stack.Options{})
 	require.NoError(tb, err)
 	tb.Cleanup(func() { f.Shutdown(context.Background()) })
 	f.AttachVM("guest", stack.VM{Guest: s, Node: netip.MustParseAddr(node)})
 	return &bed{
-		guest: guest, host: nil, server: node, client: "127.0.0.1", forwarder: f, stack: s,
-		port: mustPublish(tb, f, "127.0.0.1:0:"+strconv.Itoa(guestPort)),
+		client: "127.0.0.1", port: mustPublish(tb, f, "127.0.0.1:0:"+strconv.Itoa(guestPort)), forwarder: f, stack: s,
 	}
 }
 
@@ -108,6 +122,16 @@ func mustPublish(tb testing.TB, f *stack.Forwarder, text string) int {
 	require.Len(tb, out, 1)
 	require.Equal(tb, listener.Forwarded, out[0].State, out[0].Detail)
 	return int(out[0].Bound[0].Port())
+}
+
+// socketPath returns one that fits in the 107 bytes of sun_path, without characters
+// that mean something to QEMU or DPDK: tb.TempDir's has the benchmark's name.
+func socketPath(tb testing.TB) string {
+	tb.Helper()
+	dir, err := os.MkdirTemp("", "culvert")
+	require.NoError(tb, err)
+	tb.Cleanup(func() { _ = os.RemoveAll(dir) })
+	return filepath.Join(dir, "vm.sock")
 }
 
 // processCPU returns the processor time this process has used.

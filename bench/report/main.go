@@ -3,8 +3,9 @@
 //	go run ./bench/report bench/results/RUN > BENCHMARKS.md
 //
 // RUN is a folder with one file a round, all of one sitting on one machine. The
-// report gives medians with the least and the greatest of the rounds, beside the
-// baseline (path=loopback) of the same rounds. Nothing in it is typed by hand.
+// report gives medians with the least and the greatest of the rounds, and their
+// ratios to the paths of the same rounds that they are compared with. Nothing in
+// it is typed by hand.
 package main
 
 import (
@@ -107,11 +108,13 @@ func (r *run) read(in io.Reader) error {
 	return lines.Err()
 }
 
-const baseline = "loopback"
+// compared are the paths that the others of the same table are compared with: the
+// first one there is, and with more than one each of them.
+var compared = []string{"loopback", "qemu-user", "culvert-stream"}
 
 func (r *run) write(w io.Writer) {
 	fmt.Fprintf(w, "# Benchmarks\n\nWritten by `bench/report` from the raw output in `bench/results/%s`; `make bench` makes both anew.\n", r.name)
-	fmt.Fprintf(w, "%d rounds of one sitting: median (least to greatest). × is the median's ratio to the baseline of the same rounds, kernel loopback without a relay.\n\n", r.rounds)
+	fmt.Fprintf(w, "%d rounds of one sitting: median (least to greatest). × is the ratio of medians: to loopback, the kernel's without a relay, or else to the path named.\n\n", r.rounds)
 	for _, c := range r.config {
 		fmt.Fprintf(w, "- %s\n", c)
 	}
@@ -131,9 +134,8 @@ func (r *run) write(w io.Writer) {
 			fmt.Fprintf(w, "\n|---|%s\n", strings.Repeat("---|", len(paths)))
 			for _, param := range params {
 				fmt.Fprintf(w, "| %s |", param)
-				base := r.values[result{family, param, baseline, unit}]
-				for _, p := range paths {
-					fmt.Fprintf(w, " %s |", cell(r.values[result{family, param, p, unit}], base, p == baseline))
+				for i, p := range paths {
+					fmt.Fprintf(w, " %s |", r.cell(result{family, param, p, unit}, paths[:i]))
 				}
 				fmt.Fprintln(w)
 			}
@@ -141,22 +143,31 @@ func (r *run) write(w io.Writer) {
 	}
 }
 
-// rank puts the baseline first.
+// rank puts first what the others are compared with.
 func rank(path string) int {
-	if path == baseline {
-		return 0
+	if i := slices.Index(compared, path); i >= 0 {
+		return i
 	}
-	return 1
+	return len(compared)
 }
 
-// cell shows the rounds of one result beside the baseline's.
-func cell(v, base []float64, isBase bool) string {
+// cell shows the rounds of one result, beside those of the paths before it that
+// it is compared with.
+func (r *run) cell(res result, before []string) string {
+	v := r.values[res]
 	if len(v) == 0 {
 		return "–"
 	}
 	s := fmt.Sprintf("%s (%s to %s)", number(median(v)), number(slices.Min(v)), number(slices.Max(v)))
-	if !isBase && len(base) > 0 && median(base) > 0 {
+	for _, p := range before {
+		base := r.values[result{res.family, res.params, p, res.unit}]
+		if !slices.Contains(compared, p) || len(base) == 0 || median(base) == 0 {
+			continue
+		}
 		s += fmt.Sprintf(" ×%.2f", median(v)/median(base))
+		if p != compared[0] {
+			s += " " + p
+		}
 	}
 	return s
 }
