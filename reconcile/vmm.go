@@ -65,8 +65,14 @@ func (w word) after(e vmm.Event) word {
 	return w
 }
 
-// whyPaused is the detail of a VM that is paused.
-func (w word) whyPaused() string { return withReason("its VMM paused it", w.why) }
+// whyPaused is the detail of a VM that is paused. "Paused" is what QEMU calls it
+// when somebody asked for it, and no news.
+func (w word) whyPaused() string {
+	if w.why == "paused" {
+		return "its VMM paused it"
+	}
+	return withReason("its VMM paused it", w.why)
+}
 
 func withReason(what, reason string) string {
 	if reason == "" {

@@ -51,7 +51,7 @@ var (
 )
 
 const (
-	whyPaused   = "its VMM paused it (paused)"
+	whyPaused   = "its VMM paused it"
 	whyShutdown = "the guest has shut down (guest-shutdown)"
 	whyReset    = "the guest was reset (guest-reset)"
 )
