@@ -140,7 +140,7 @@ func (s *session) negotiate(ctx context.Context) error {
 	pong, err := s.api.Ping(ctx, client.PingOptions{NegotiateAPIVersion: true})
 	switch {
 	case pong.APIVersion != "" && versions.LessThan(pong.APIVersion, minAPI):
-		return &failure{fmt.Sprintf("speaks version %s of the API, and culvert needs %s, of Docker 20.10, or newer", clean(pong.APIVersion), minAPI)}
+		return &failure{fmt.Sprintf("speaks version %s of the API, and culvert needs %s, of Docker 20.10, or newer", clean(pong.APIVersion, maxText), minAPI)}
 	case err != nil:
 		return err
 	case pong.APIVersion == "":

@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"hash/maphash"
+	"maps"
 	"slices"
 	"strings"
 	"sync"
@@ -29,7 +30,8 @@ const (
 
 // Containers returns all running containers, the oldest start first, those of
 // the same moment by ID. The list is complete, or there is an error. ctx bounds
-// the call, which has no time limit of its own.
+// the call, which has no time limit of its own. The slices in it are kept for the
+// next listing: the caller does not change them.
 func (c *Client) Containers(ctx context.Context) ([]Container, error) {
 	s, under, done, err := c.session(ctx)
 	if err != nil {
@@ -48,7 +50,7 @@ func (c *Client) Containers(ctx context.Context) ([]Container, error) {
 	for i := range listed.Items {
 		l := &listed.Items[i]
 		if !isID(l.ID) {
-			return nil, c.fault(ctx, s, &failure{fmt.Sprintf("sent a container whose ID is none: %s", clean(l.ID))})
+			return nil, c.fault(ctx, s, &failure{fmt.Sprintf("sent a container whose ID is none: %s", clean(l.ID, maxText))})
 		}
 		if l.State == container.StateRunning || l.State == container.StatePaused {
 			running[l.ID] = l
@@ -58,14 +60,7 @@ func (c *Client) Containers(ctx context.Context) ([]Container, error) {
 	if err != nil {
 		return nil, c.fault(ctx, s, err)
 	}
-	var all []Container
-	entries := 0
-	for _, one := range looked {
-		if entries += len(one.Bindings) + len(one.Unusable); entries > maxBindings {
-			return nil, c.fault(ctx, s, &failure{fmt.Sprintf("publishes more than %d ports, which culvert does not take", maxBindings)})
-		}
-		all = append(all, one)
-	}
+	all := slices.Collect(maps.Values(looked))
 	slices.SortFunc(all, func(a, b Container) int {
 		return cmp.Or(a.Started.Compare(b.Started), strings.Compare(a.ID, b.ID))
 	})
@@ -112,7 +107,9 @@ func (c *cache) known(id string, looks uint64) (Container, bool) {
 
 // look makes Containers of what was listed, and inspects what is not known.
 func (c *Client) look(ctx context.Context, s *session, listed map[string]*container.Summary) (map[string]Container, error) {
-	v := &visit{client: c, session: s, looked: make(map[string]Container, len(listed)), sights: make(map[string]sight)}
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	v := &visit{session: s, cancel: cancel, looked: make(map[string]Container, len(listed)), sights: make(map[string]sight)}
 	var unknown []job
 	for id, l := range listed {
 		looks, lasting := appearance(l)
@@ -121,10 +118,8 @@ func (c *Client) look(ctx context.Context, s *session, listed map[string]*contai
 			unknown = append(unknown, job{l, looks})
 			continue
 		}
-		v.looked[id] = one
+		v.saw(sight{Container: one}, false)
 	}
-	ctx, v.cancel = context.WithCancelCause(ctx)
-	defer v.cancel(nil)
 	jobs := make(chan job)
 	var wg sync.WaitGroup
 	for range min(inspectors, len(unknown)) {
@@ -157,9 +152,7 @@ func (c *cache) keep(running map[string]*container.Summary, sights map[string]si
 	if c.seen == nil {
 		c.seen = make(map[string]sight)
 	}
-	for id, v := range sights {
-		c.seen[id] = v
-	}
+	maps.Copy(c.seen, sights)
 }
 
 type job struct {
@@ -169,14 +162,14 @@ type job struct {
 
 // A visit is the inspections of one listing.
 type visit struct {
-	client  *Client
 	session *session
-	cancel  context.CancelCauseFunc
+	cancel  context.CancelCauseFunc // ends them all
 
-	mu     sync.Mutex
-	looked map[string]Container
-	sights map[string]sight
-	hung   int
+	mu      sync.Mutex
+	looked  map[string]Container
+	entries int // of all of looked
+	sights  map[string]sight
+	hung    int
 }
 
 // inspectAll inspects until there is nothing more to do. It is one of several
@@ -223,9 +216,14 @@ func (v *visit) inspect(ctx context.Context, j job) error {
 	return nil
 }
 
+// saw takes in a container, unless all together have become too many.
 func (v *visit) saw(s sight, remember bool) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
+	if v.entries += len(s.Bindings) + len(s.Unusable) + len(s.Addrs); v.entries > maxEntries {
+		v.cancel(&failure{fmt.Sprintf("shows more than %d ports and addresses, which culvert does not take", maxEntries)})
+		return
+	}
 	v.looked[s.ID] = s.Container
 	if remember {
 		v.sights[s.ID] = s

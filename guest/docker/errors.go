@@ -42,12 +42,12 @@ func unreached(err error, tlsSet bool) *failure {
 	case errors.As(err, &unknown):
 		return &failure{"has a certificate of an authority that is not in docker.tls.ca"}
 	case errors.As(err, &name):
-		return &failure{"has a certificate for another name: " + clean(name.Error())}
+		return &failure{"has a certificate for another name: " + clean(name.Error(), maxText)}
 	case errors.As(err, &invalid):
-		return &failure{"has a certificate that is not valid: " + clean(invalid.Error())}
+		return &failure{"has a certificate that is not valid: " + clean(invalid.Error(), maxText)}
 	case strings.Contains(text, "remote error: tls:"):
 		_, alert, _ := strings.Cut(text, "remote error: tls: ")
-		return &failure{"refuses our certificate, or that there is none (" + clean(alert) + "); see docker.tls.cert and docker.tls.key"}
+		return &failure{"refuses our certificate, or that there is none (" + clean(alert, maxText) + "); see docker.tls.cert and docker.tls.key"}
 	case errors.As(err, &record), tlsSet && strings.Contains(text, "server gave HTTP response to HTTPS client"):
 		return &failure{"does not speak TLS; leave docker.tls out"}
 	case !tlsSet && strings.Contains(text, "malformed HTTP response \"\\x15\\x03"): // a TLS alert record
@@ -67,7 +67,7 @@ func unreached(err error, tlsSet bool) *failure {
 	case is(io.EOF, io.ErrUnexpectedEOF, syscall.ECONNRESET, syscall.EPIPE, net.ErrClosed):
 		return &failure{"closed the connection"}
 	}
-	return &failure{"cannot be asked: " + clean(text)}
+	return &failure{"cannot be asked: " + clean(text, maxText)}
 }
 
 // sentence says what is wrong, of what the library returned.
@@ -85,13 +85,13 @@ func sentence(err error) error {
 	case errors.Is(err, io.ErrUnexpectedEOF), errors.Is(err, io.EOF):
 		return &failure{"closed the connection in the middle of an answer"}
 	case errors.As(err, &syntax):
-		return &failure{"sent what is no JSON: " + clean(text)}
+		return &failure{"sent what is no JSON: " + clean(text, maxText)}
 	case errors.As(err, &kind):
-		return &failure{"sent what the API has not: " + clean(text)}
+		return &failure{"sent what the API has not: " + clean(text, maxText)}
 	case strings.Contains(strings.ToLower(text), "client sent an http request to an https server"):
 		return &failure{speaksTLS}
 	case strings.Contains(text, "Error response from daemon"), strings.HasPrefix(text, "request returned"):
-		return &failure{"answered: " + clean(strings.TrimPrefix(text, "Error response from daemon: "))}
+		return &failure{"answered: " + clean(strings.TrimPrefix(text, "Error response from daemon: "), maxText)}
 	}
 	return unreached(err, false)
 }
@@ -99,16 +99,13 @@ func sentence(err error) error {
 // maxText is how much of a text from the guest gets into a sentence of ours.
 const maxText = 200
 
-// clean makes one line, fit for a terminal, of a text that may be the guest's.
-func clean(text string) string {
-	cut := len(text) > maxText
-	if cut {
-		text = text[:maxText]
+// clean makes one line, fit for a terminal, of a text that may be the guest's:
+// of its first longest bytes.
+func clean(text string, longest int) string {
+	more := ""
+	if len(text) > longest {
+		text, more = text[:longest], "…"
 	}
 	q := strconv.QuoteToASCII(text)
-	q = strings.ReplaceAll(q[1:len(q)-1], `\"`, `"`)
-	if cut {
-		q += "…"
-	}
-	return q
+	return strings.ReplaceAll(q[1:len(q)-1], `\"`, `"`) + more
 }

@@ -91,7 +91,7 @@ func TestTooManyPortsAreRefused(t *testing.T) {
 			assert.Len(t, mustList(t, c)[0].Bindings, 40000, "a range counts one by one")
 		}
 	}
-	assert.EqualError(t, listError(t, c), "engine at "+e.Endpoint()+" publishes more than 65536 ports, which culvert does not take")
+	assert.EqualError(t, listError(t, c), "engine at "+e.Endpoint()+" shows more than 65536 ports and addresses, which culvert does not take")
 }
 
 // What is wrong with one container's inspection concerns that container only.

@@ -36,7 +36,7 @@ func sound(t *testing.T, c Container) {
 		}
 	}
 	for _, u := range c.Unusable {
-		if u.Reason == "" || len(u.Reason) > 2000 || strings.ContainsFunc(u.Reason, func(r rune) bool { return r < ' ' || r == 0x7f }) {
+		if u.Reason == "" || len(u.Reason) > 300 || strings.ContainsFunc(u.Reason, func(r rune) bool { return r < ' ' || r == 0x7f }) {
 			t.Errorf("reason %q", u.Reason)
 		}
 	}

@@ -21,9 +21,10 @@ const (
 	// maxContainers is more than a guest's bridge has ports (1024 each) with
 	// three bridges full.
 	maxContainers = 4096
-	// maxBindings is what we take of all containers together: a 32 000-port range
-	// in both families, or 16 publishes for each of 4096 containers.
-	maxBindings = 65536
+	// maxEntries is how many bindings, unusable ones and addresses we take of all
+	// containers together: a range of 32 000 ports in both families, or 16 for each
+	// of 4096 containers. At 300 bytes for the longest, 20 MB are kept at most.
+	maxEntries = 65536
 )
 
 var (

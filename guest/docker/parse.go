@@ -135,10 +135,10 @@ func (c *Container) addPorts(key string, bindings []struct{ HostIP, HostPort tex
 	first, last, ok := ports(number)
 	switch {
 	case !ok:
-		c.unusable("", 0, fmt.Sprintf(`"%s" is no port`, clean(key)))
+		c.unusable("", 0, fmt.Sprintf("%s is no port", quoted(key)))
 		return
 	case !slices.Contains(protocols, proto):
-		c.unusable("", first, fmt.Sprintf(`"%s" is no protocol`, clean(proto)))
+		c.unusable("", first, fmt.Sprintf("%s is no protocol", quoted(proto)))
 		return
 	case len(bindings) == 0:
 		c.unusable(proto, first, noHostPort)
@@ -146,7 +146,7 @@ func (c *Container) addPorts(key string, bindings []struct{ HostIP, HostPort tex
 	for _, b := range bindings {
 		addr, err := netip.ParseAddr(string(b.HostIP))
 		if err != nil && b.HostIP != "" {
-			c.unusable(proto, first, fmt.Sprintf(`host address "%s" is none`, clean(string(b.HostIP))))
+			c.unusable(proto, first, fmt.Sprintf("host address %s is none", quoted(string(b.HostIP))))
 			continue
 		}
 		hostFirst, hostLast, ok := ports(string(b.HostPort))
@@ -154,21 +154,24 @@ func (c *Container) addPorts(key string, bindings []struct{ HostIP, HostPort tex
 		case b.HostPort == "" || b.HostPort == "0":
 			c.unusable(proto, first, noHostPort)
 		case !ok:
-			c.unusable(proto, first, fmt.Sprintf(`host port "%s" is none`, clean(string(b.HostPort))))
+			c.unusable(proto, first, fmt.Sprintf("host port %s is none", quoted(string(b.HostPort))))
 		case first == last && hostFirst != hostLast: // docker run -p 8000-8010:80, not yet decided
-			c.unusable(proto, first, fmt.Sprintf("host port %s is for the engine to choose from", b.HostPort))
+			c.unusable(proto, first, fmt.Sprintf("host port %d-%d is for the engine to choose from", hostFirst, hostLast))
 		case last-first != hostLast-hostFirst:
-			c.unusable(proto, first, fmt.Sprintf("host ports %s are not as many as %s", b.HostPort, number))
+			c.unusable(proto, first, fmt.Sprintf("host ports %d-%d are not as many as %d-%d", hostFirst, hostLast, first, last))
 		default:
 			for i := range last - first + 1 {
 				c.addBinding(proto, first+i, addr, hostFirst+i)
 			}
 		}
-		if len(c.Bindings) > maxBindings {
+		if len(c.Bindings) > maxEntries {
 			return // the listing is refused for it
 		}
 	}
 }
+
+// quoted is for a text of the guest's in a reason, of which there may be many.
+func quoted(text string) string { return `"` + clean(text, 40) + `"` }
 
 var protocols = []string{"tcp", "udp", "sctp"}
 
@@ -192,13 +195,13 @@ func ports(s string) (first, last uint16, ok bool) {
 func (c *Container) addBinding(proto string, port uint16, hostIP netip.Addr, hostPort uint16) {
 	switch {
 	case !slices.Contains(protocols, proto):
-		c.unusable("", port, fmt.Sprintf(`"%s" is no protocol`, clean(proto)))
+		c.unusable("", port, fmt.Sprintf("%s is no protocol", quoted(proto)))
 	case port == 0:
 		c.unusable(proto, 0, "port 0 is none")
 	case hostPort == 0:
 		c.unusable(proto, port, noHostPort)
 	case hostIP.Zone() != "":
-		c.unusable(proto, port, fmt.Sprintf("host address %s belongs to one of the guest's links", clean(hostIP.String())))
+		c.unusable(proto, port, fmt.Sprintf("host address %s belongs to one of the guest's links", clean(hostIP.String(), 40)))
 	default:
 		c.Bindings = append(c.Bindings, Binding{Proto: proto, Port: port, HostIP: hostIP.Unmap(), HostPort: hostPort})
 	}
