@@ -33,7 +33,7 @@ func (s *set) put(service *Service) error {
 		return fmt.Errorf("more than %d Services", maxServices)
 	}
 	if s.entries+service.size() > maxEntries {
-		return fmt.Errorf("Services with more than %d ports and addresses", maxEntries)
+		return fmt.Errorf("more than %d ports and addresses of Services", maxEntries)
 	}
 	s.services[key] = service
 	s.entries += service.size()

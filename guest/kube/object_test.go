@@ -115,7 +115,7 @@ func TestSetCountsItsEntries(t *testing.T) {
 	for i := range n {
 		require.NoError(t, set.put(big(fmt.Sprint(i))))
 	}
-	require.ErrorContains(t, set.put(big("more")), "more than 200000 ports and addresses")
+	require.ErrorContains(t, set.put(big("more")), "more than 200000 ports and addresses of Services")
 	require.NoError(t, set.put(big("0")), "one in place of another")
 	for i := range n {
 		set.remove(name{"d", fmt.Sprint(i)})
