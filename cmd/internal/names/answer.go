@@ -61,6 +61,10 @@ func (s *Server) answer(req *dns.Msg) (resp *dns.Msg, ours bool) {
 		return resp, true
 	}
 	q := req.Question[0]
+	if q.Qtype == dns.TypeNone || q.Qclass == 0 { // how the library reads a question that ends early
+		resp.Rcode = dns.RcodeFormatError
+		return resp, true
+	}
 	if q.Qclass != dns.ClassINET || q.Qtype == dns.TypeAXFR || q.Qtype == dns.TypeIXFR {
 		resp.Rcode = dns.RcodeRefused
 		return resp, true
