@@ -62,7 +62,7 @@ const (
 // containersName is the name of the source.
 const containersName = "containers"
 
-// containerEngine is what Containers asks. *docker.Client is one.
+// containerEngine is what Containers asks.
 type containerEngine interface {
 	// Containers lists the running containers, completely or not at all. Its
 	// errors are sentences for people.
@@ -71,6 +71,8 @@ type containerEngine interface {
 	// of them, until the stream ends.
 	Watch(ctx context.Context, subscribed func(), changed func(docker.Event)) error
 }
+
+var _ containerEngine = (*docker.Client)(nil)
 
 // ContainersOptions are what NewContainers takes. All but Addresses must be set.
 type ContainersOptions struct {

@@ -22,7 +22,7 @@ var shop = map[string][]string{
 
 // TestAnswerFB097: twelve types for names of every kind.
 func TestAnswerFB097(t *testing.T) {
-	tab := newTable(t)
+	tab := newTable()
 	tab.set(t, shop)
 	elsewhere := newUpstream(t, func(_ string, req *dns.Msg) *dns.Msg { return txt(req, "from elsewhere") })
 	for _, noData := range []bool{false, true} {
@@ -103,7 +103,7 @@ func zeros(n int) string { return strings.Repeat("0.", n) }
 func TestAnswerFB098(t *testing.T) {
 	random := rand.New(rand.NewPCG(98, 1))
 	elsewhere := newUpstream(t, func(_ string, req *dns.Msg) *dns.Msg { return txt(req, "leaked") })
-	tab := newTable(t)
+	tab := newTable()
 	s := start(t, tab, withUpstreams(elsewhere.addr))
 	for i := range 1000 {
 		if i == 500 {
@@ -183,7 +183,7 @@ func TestAnswerFB095(t *testing.T) {
 // TestAnswerChanges: FB-082, FB-083, a name that moved or went is right in the
 // next answer.
 func TestAnswerChanges(t *testing.T) {
-	tab := newTable(t)
+	tab := newTable()
 	s := start(t, tab)
 	get := func(name string) string {
 		return says(ask(t, s, "udp", question(name+".culvert.internal.", dns.TypeA)))
@@ -205,7 +205,7 @@ func TestAnswerChanges(t *testing.T) {
 
 // TestAnswerOdd: queries that are none, or not ours to answer.
 func TestAnswerOdd(t *testing.T) {
-	tab := newTable(t)
+	tab := newTable()
 	tab.set(t, shop)
 	elsewhere := newUpstream(t, func(_ string, req *dns.Msg) *dns.Msg { return txt(req, "leaked") })
 	s := start(t, tab, withUpstreams(elsewhere.addr))
@@ -272,7 +272,7 @@ func FuzzAnswer(f *testing.F) {
 		require.NoError(f, err)
 		f.Add(wire)
 	}
-	tab := newTable(f)
+	tab := newTable()
 	tab.set(f, shop)
 	s := &Server{zone: "culvert.internal.", table: tab, upstreams: []netip.AddrPort{localhost}}
 	f.Fuzz(func(t *testing.T, wire []byte) {

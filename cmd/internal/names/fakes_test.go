@@ -32,13 +32,11 @@ func (nobody) Owners() []listener.Owner                 { return nil }
 type table struct {
 	*reconcile.Names
 	loop *reconcile.Loop
-	n    int
 }
 
-func newTable(tb testing.TB) *table {
+func newTable() *table {
 	loop := reconcile.NewLoop(nobody{}, slog.New(slog.DiscardHandler))
-	t := &table{Names: loop.Names(), loop: loop}
-	return t
+	return &table{loop.Names(), loop}
 }
 
 // set makes the names exactly these: each with its addresses.
@@ -152,7 +150,7 @@ func newUpstream(t *testing.T, answer func(network string, req *dns.Msg) *dns.Ms
 	handle := func(network string) dns.HandlerFunc {
 		return func(w dns.ResponseWriter, req *dns.Msg) {
 			u.mu.Lock()
-			u.asked = append(u.asked, req)
+			u.asked = append(u.asked, req.Copy())
 			u.over = append(u.over, network)
 			u.mu.Unlock()
 			if resp := answer(network, req); resp != nil {

@@ -121,6 +121,9 @@ func New(o Options) (*Server, error) {
 	if err != nil {
 		return nil, err
 	}
+	if !o.Listen.IsValid() { // the zero value would be every address
+		return nil, errors.New("DNS server: no address to listen at")
+	}
 	l, pc, err := listen(o.Listen)
 	if err != nil {
 		return nil, err
@@ -144,8 +147,11 @@ func New(o Options) (*Server, error) {
 // listen opens both sockets on one port.
 func listen(ap netip.AddrPort) (net.Listener, *net.UDPConn, error) {
 	family := "6"
-	if ap.Addr().Is4() {
+	switch {
+	case ap.Addr().Is4():
 		family = "4"
+	case ap.Addr().IsUnspecified():
+		family = "" // both
 	}
 	for try := 0; ; try++ {
 		l, err := net.ListenTCP("tcp"+family, net.TCPAddrFromAddrPort(ap))

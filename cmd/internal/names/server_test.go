@@ -8,6 +8,7 @@ import (
 	"net/netip"
 	"os"
 	"os/exec"
+	"os/signal"
 	"runtime"
 	"strings"
 	"syscall"
@@ -24,6 +25,10 @@ import (
 
 // TestMain fails the package when a test left a goroutine.
 func TestMain(m *testing.M) {
+	// Fuzzing waits for signals, and who has once waits for ever.
+	c := make(chan os.Signal, 1)
+	signal.Notify(c, os.Interrupt)
+	signal.Stop(c)
 	before := runtime.NumGoroutine()
 	code := m.Run()
 	for i := 0; code == 0 && runtime.NumGoroutine() > before; i++ {
@@ -44,7 +49,7 @@ func TestServerTaken(t *testing.T) {
 	require.NoError(t, err)
 	defer pc.Close()
 	defer l.Close()
-	o := Options{Listen: l.Addr().(*net.TCPAddr).AddrPort(), Zone: "culvert.internal", Table: newTable(t), Log: slog.New(slog.DiscardHandler)}
+	o := Options{Listen: l.Addr().(*net.TCPAddr).AddrPort(), Zone: "culvert.internal", Table: newTable(), Log: slog.New(slog.DiscardHandler)}
 	for _, proto := range []string{"tcp", "udp"} {
 		_, err := New(o)
 		require.ErrorIs(t, err, listener.ErrInUse)
@@ -86,6 +91,8 @@ func TestServerOptions(t *testing.T) {
 		_, err := ParseUpstream(text)
 		assert.ErrorContains(t, err, "upstream ", "%q", text)
 	}
+	_, err := New(Options{Zone: "culvert.internal"})
+	assert.ErrorContains(t, err, "no address to listen at")
 	l, pc, err := listen(localhost)
 	require.NoError(t, err)
 	own := l.Addr().(*net.TCPAddr).AddrPort()
@@ -103,7 +110,7 @@ func TestServerClose(t *testing.T) {
 	elsewhere := newUpstream(t, func(string, *dns.Msg) *dns.Msg { return nil })
 	for i := range 50 {
 		s, err := New(Options{
-			Listen: localhost, Zone: "culvert.internal", Table: newTable(t), Upstreams: []netip.AddrPort{elsewhere.addr},
+			Listen: localhost, Zone: "culvert.internal", Table: newTable(), Upstreams: []netip.AddrPort{elsewhere.addr},
 			Log: slog.New(slog.DiscardHandler),
 		})
 		require.NoError(t, err)
@@ -128,7 +135,7 @@ func TestServerClose(t *testing.T) {
 // TestServerConns: connections that say nothing keep others waiting, no longer
 // than they are waited for, and are bounded.
 func TestServerConns(t *testing.T) {
-	tab := newTable(t)
+	tab := newTable()
 	tab.set(t, shop)
 	s := start(t, tab)
 	for range maxConns + 10 {
@@ -144,7 +151,7 @@ func TestServerConns(t *testing.T) {
 // TestServerGarbage: what is no DNS is answered by FORMERR or by nothing, and
 // does not end the server.
 func TestServerGarbage(t *testing.T) {
-	tab := newTable(t)
+	tab := newTable()
 	tab.set(t, shop)
 	s := start(t, tab)
 	c, err := net.Dial("udp", s.Addr().String())
@@ -195,7 +202,7 @@ func (failing) Close() error              { return nil }
 func TestServerDig(t *testing.T) {
 	dig, err := exec.LookPath("dig")
 	datapathtest.Require(t, "dig", err == nil, "apt-get install bind9-dnsutils")
-	tab := newTable(t)
+	tab := newTable()
 	tab.set(t, shop)
 	s := start(t, tab)
 	for args, want := range map[string]string{

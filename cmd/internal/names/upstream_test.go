@@ -21,7 +21,7 @@ func TestForwardAsIs(t *testing.T) {
 		m.AuthenticatedData, m.RecursionAvailable = true, true
 		return m
 	})
-	s := start(t, newTable(t), withUpstreams(elsewhere.addr))
+	s := start(t, newTable(), withUpstreams(elsewhere.addr))
 	same := 0
 	for _, network := range []string{"udp", "tcp"} {
 		for bits := range 8 {
@@ -60,7 +60,7 @@ func TestForwardCut(t *testing.T) {
 		}
 		return m
 	})
-	s := start(t, newTable(t), withUpstreams(elsewhere.addr))
+	s := start(t, newTable(), withUpstreams(elsewhere.addr))
 	assert.Equal(t, "NOERROR tc", says(ask(t, s, "udp", question("example.com.", dns.TypeTXT))))
 	assert.Equal(t, 1, elsewhere.packets())
 	assert.Equal(t, `NOERROR ["whole"]`, says(ask(t, s, "tcp", question("example.com.", dns.TypeTXT))))
@@ -76,7 +76,7 @@ func TestForwardTooLong(t *testing.T) {
 		}
 		return m
 	})
-	s := start(t, newTable(t), withUpstreams(elsewhere.addr))
+	s := start(t, newTable(), withUpstreams(elsewhere.addr))
 	resp := ask(t, s, "udp", question("example.com.", dns.TypeTXT))
 	assert.True(t, resp.Truncated)
 	assert.LessOrEqual(t, resp.Len(), 512)
@@ -99,13 +99,13 @@ func TestForwardUnreachable(t *testing.T) {
 	})
 	good := newUpstream(t, func(_ string, req *dns.Msg) *dns.Msg { return txt(req, "good") })
 
-	s := start(t, newTable(t), withUpstreams(closed, silent.addr, good.addr))
+	s := start(t, newTable(), withUpstreams(closed, silent.addr, good.addr))
 	assert.Equal(t, `NOERROR ["good"]`, says(ask(t, s, "udp", question("example.com.", dns.TypeTXT))))
-	s = start(t, newTable(t), withUpstreams(closed))
+	s = start(t, newTable(), withUpstreams(closed))
 	for _, network := range []string{"udp", "tcp"} {
 		assert.Equal(t, "SERVFAIL", says(ask(t, s, network, question("example.com.", dns.TypeTXT))))
 	}
-	s = start(t, newTable(t), withUpstreams(lying.addr))
+	s = start(t, newTable(), withUpstreams(lying.addr))
 	assert.Equal(t, "SERVFAIL", says(ask(t, s, "udp", question("example.com.", dns.TypeTXT))))
 	assert.Equal(t, 1, lying.packets())
 	assert.Equal(t, 1, silent.packets())
@@ -123,7 +123,7 @@ func TestForwardBusy(t *testing.T) {
 		return txt(req, "late")
 	})
 	t.Cleanup(release)
-	tab := newTable(t)
+	tab := newTable()
 	tab.set(t, shop)
 	s := start(t, tab, withUpstreams(elsewhere.addr))
 	var asking sync.WaitGroup
@@ -159,7 +159,7 @@ func (c *client) Write(b []byte) (int, error) { c.got = new(dns.Msg); return len
 // listens at.
 func TestForwardHostOnly(t *testing.T) {
 	elsewhere := newUpstream(t, func(_ string, req *dns.Msg) *dns.Msg { return txt(req, "here") })
-	tab := newTable(t)
+	tab := newTable()
 	tab.set(t, shop)
 	s := start(t, tab, withUpstreams(elsewhere.addr))
 	for _, test := range []struct {
