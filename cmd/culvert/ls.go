@@ -91,7 +91,7 @@ func listenerTable(rows []api.Listener) *table {
 			detail += fmt.Sprintf("%d refused (%s)", n, reasons(r.Flows.Refusals))
 		}
 		t.rows = append(t.rows, []string{
-			host + "/" + r.Protocol, r.Guest, r.VM, r.State, r.Owner.Kind, fmt.Sprint(r.Flows.Active),
+			host + "/" + r.Protocol, r.Guest, r.VM, r.State, ownerText(r), fmt.Sprint(r.Flows.Active),
 			bytesText(r.Bytes.ToGuest), bytesText(r.Bytes.ToHost), detail,
 		})
 	}
@@ -105,4 +105,15 @@ func reasons(m map[string]uint64) string {
 		parts = append(parts, fmt.Sprintf("%s %d", k, m[k]))
 	}
 	return strings.Join(parts, ", ")
+}
+
+// ownerText is who asked for a row. What people typed is in the row anyway.
+func ownerText(r api.Listener) string {
+	switch {
+	case r.Owner.Kind == "docker" && r.Name != "":
+		return "docker " + r.Name
+	case r.Owner.Kind == "docker" || r.Owner.Kind == "kubernetes":
+		return r.Owner.Kind + " " + shortID(r.Owner)
+	}
+	return r.Owner.Kind
 }

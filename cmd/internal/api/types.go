@@ -5,6 +5,7 @@ import "time"
 // A Listener is one line of the ledger: a publish and what became of it.
 type Listener struct {
 	Owner    Owner     `json:"owner"`
+	Name     string    `json:"name"`     // what people call the owner: a container's name
 	Protocol string    `json:"protocol"` // tcp | udp
 	Host     string    `json:"host"`     // IP:PORT, or IP:FIRST-LAST for a range
 	Bound    []string  `json:"bound"`    // as the kernel tells

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"net/http"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/culvertnet/culvert/cmd/internal/api"
@@ -38,18 +39,35 @@ func (d *Daemon) Listeners(of string) ([]api.Listener, error) {
 // no listener for.
 func (d *Daemon) ledger() []api.Listener {
 	rows, notes := d.forwarder.Rows(), d.loop.Notes()
+	called := d.calledNames()
 	list := make([]api.Listener, 0, len(rows)+len(notes))
 	for _, r := range rows {
-		list = append(list, d.listener(r))
+		l := d.listener(r)
+		l.Name = called[r.Owner]
+		list = append(list, l)
 	}
 	for _, n := range notes {
 		list = append(list, api.Listener{
-			Owner: ownerOf(n.Owner), Protocol: n.Protocol, Host: n.Host, Bound: []string{}, VM: n.Owner.VM, Guest: n.Guest,
+			Owner: ownerOf(n.Owner), Name: called[n.Owner], Protocol: n.Protocol, Host: n.Host, Bound: []string{}, VM: n.Owner.VM, Guest: n.Guest,
 			State: n.State.String(), Detail: n.Detail, RetryAt: api.Time{Time: n.RetryAt}, Source: listener.SourceGateway.String(),
 			Since: api.Time{Time: n.Since}, Flows: api.FlowCount{Refusals: map[string]uint64{}},
 		})
 	}
 	return list
+}
+
+// calledNames returns what people call the owners: of a container's names the
+// bare one, which has no Compose project behind it.
+func (d *Daemon) calledNames() map[listener.Owner]string {
+	called := make(map[listener.Owner]string)
+	for _, v := range d.loop.Names().Views() {
+		for _, o := range v.Owners {
+			if called[o] == "" || !strings.Contains(v.Name, ".") {
+				called[o] = v.Name
+			}
+		}
+	}
+	return called
 }
 
 func (d *Daemon) listener(r stack.Row) api.Listener {

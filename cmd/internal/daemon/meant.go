@@ -1,10 +1,12 @@
 package daemon
 
 import (
+	"errors"
 	"net/http"
 	"strings"
 
 	"github.com/culvertnet/culvert/cmd/internal/api"
+	"github.com/culvertnet/culvert/reconcile"
 	"github.com/culvertnet/culvert/stack/listener"
 )
 
@@ -26,7 +28,7 @@ func (d *Daemon) meant(text string, rows []api.Listener) (func(api.Listener) boo
 		return exact, nil
 	}
 	owners, err := d.loop.Names().Resolve(text)
-	if err != nil {
+	if err != nil && !errors.Is(err, reconcile.ErrNoOwner) {
 		return nil, &api.Problem{Status: http.StatusConflict, Detail: err.Error()}
 	}
 	if len(owners) > 0 {
