@@ -29,6 +29,7 @@
 //   - virtqueue: the device side of a split virtqueue, pure
 //   - memory: two attachments joined in memory
 //   - socketfile: one process at a time for a unix socket path
+//   - trace: shows the frames that pass an attachment, in pcapng
 //   - attach: parses an attach spec and opens the transport it names
 //   - datapathtest: what every transport must do, as a test suite
 package datapath

@@ -10,6 +10,7 @@ type Stats struct {
 	FromGuest Direction
 
 	drops [numDropReasons]atomic.Uint64
+	watch atomic.Pointer[func(DropReason)]
 }
 
 // Direction counts one direction's frames and their bytes, virtio-net headers
@@ -53,7 +54,19 @@ func (r DropReason) String() string {
 }
 
 // Drop counts one dropped frame.
-func (s *Stats) Drop(r DropReason) { s.drops[r].Add(1) }
+func (s *Stats) Drop(r DropReason) {
+	s.DropShown(r)
+	if watch := s.watch.Load(); watch != nil {
+		(*watch)(r)
+	}
+}
+
+// DropShown counts one dropped frame that a DropObserver was shown.
+func (s *Stats) DropShown(r DropReason) { s.drops[r].Add(1) }
+
+// Watch has f called for every Drop from now on, in its caller's goroutine: f
+// does not wait. There is one f.
+func (s *Stats) Watch(f func(DropReason)) { s.watch.Store(&f) }
 
 // Drops returns the number of frames dropped for reason r.
 func (s *Stats) Drops(r DropReason) uint64 { return s.drops[r].Load() }
