@@ -315,6 +315,8 @@ func (c *hostConn) SetMeters(read, written *relay.Meter) { c.read, c.written = r
 
 func (c *hostConn) LocalAddr() string { return c.TCPConn.LocalAddr().String() }
 
+func (c *hostConn) Resumed() time.Time { return time.Time{} }
+
 // A hostPacketConn is an endpoint towards a server on the host.
 type hostPacketConn struct {
 	*net.UDPConn
@@ -351,6 +353,8 @@ func (c *hostPacketConn) Receive(deliver func([][]byte, error) error) error {
 }
 
 func (c *hostPacketConn) LocalAddr() string { return c.UDPConn.LocalAddr().String() }
+
+func (c *hostPacketConn) Resumed() time.Time { return time.Time{} }
 
 func (c *hostPacketConn) Close() error {
 	c.once.Do(func() { c.guest.endpoint.Add(-1) })

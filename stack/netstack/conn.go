@@ -8,6 +8,7 @@ import (
 	"sync"
 	"sync/atomic"
 	"syscall"
+	"time"
 
 	"github.com/culvertnet/culvert/stack/relay"
 	"gvisor.dev/gvisor/pkg/tcpip"
@@ -255,6 +256,9 @@ func (c *Conn) finish(end func()) {
 	c.writable.wake()
 	c.settle()
 }
+
+// Resumed implements relay.GuestConn.
+func (c *Conn) Resumed() time.Time { return c.stack.clock.resumed() }
 
 // LocalAddr returns the flow's source as the guest sees it.
 func (c *Conn) LocalAddr() string {

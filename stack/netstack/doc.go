@@ -31,6 +31,9 @@
 // batches, checks each once, and delivers it. Headers lie in a small view of
 // their own: gVisor clones the view its headers live in.
 //
+// gVisor's time is the stack's own (clock.go): it stands while the guest is
+// paused, so that no flow ends because a paused guest does not answer (C-28).
+//
 // The guest is an adversary. inbound delivers only what is addressed to the
 // gateway, from the node or from an address we dialled, with checksums verified
 // or marked partial. ARP is answered here, for the gateway's address alone.

@@ -50,6 +50,7 @@ type Stack struct {
 	link   *linkEndpoint
 	opts   Options
 	budget *Budget
+	clock  *clock // gVisor's; stands while the guest is paused
 	start  time.Time
 
 	flows atomic.Int64 // live Conns and UDPConns
@@ -67,8 +68,9 @@ func New(att datapath.Attachment, o Options) (*Stack, error) {
 	if o.Budget == nil {
 		o.Budget = NewBudget(0, 0)
 	}
-	s := &Stack{opts: o, budget: o.Budget, start: time.Now(), done: make(chan struct{})}
+	s := &Stack{opts: o, budget: o.Budget, clock: newClock(), start: time.Now(), done: make(chan struct{})}
 	s.net = stack.New(stack.Options{
+		Clock:              s.clock,
 		NetworkProtocols:   []stack.NetworkProtocolFactory{ipv4.NewProtocol},
 		TransportProtocols: []stack.TransportProtocolFactory{tcp.NewProtocol, udp.NewProtocol, icmp.NewProtocol4},
 	})
@@ -148,6 +150,11 @@ func (s *Stack) Err() error {
 func (s *Stack) Probe(ctx context.Context) (rtt time.Duration, err error) {
 	return s.link.neigh.probe(ctx, s.done)
 }
+
+// SetPaused says that the guest is paused, or no longer. While it is, no flow to
+// it ends because it does not answer, however long that takes (C-28): the time
+// of TCP stands still. Everything else goes on, dials and their contexts too.
+func (s *Stack) SetPaused(paused bool) { s.clock.setStopped(paused) }
 
 // Info describes the attachment.
 func (s *Stack) Info() datapath.Info { return s.link.att.Info() }

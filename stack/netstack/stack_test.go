@@ -33,6 +33,12 @@ const everyOffload = virtio.OffloadCSum | virtio.OffloadTSO4
 func twoStacks(t testing.TB, o memory.Options) (host, guest *Stack) {
 	t.Helper()
 	ours, theirs := memory.Pair(o)
+	return joined(t, ours, theirs)
+}
+
+// joined makes stacks on both ends of a link.
+func joined(t testing.TB, ours, theirs datapath.Attachment) (host, guest *Stack) {
+	t.Helper()
 	host, err := New(ours, Options{Node: guestAddr.Addr(), Gateway: hostAddr, MTU: 1500, Seed: "host"})
 	require.NoError(t, err)
 	t.Cleanup(func() { assert.NoError(t, host.Close()) })

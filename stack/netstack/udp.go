@@ -7,6 +7,7 @@ import (
 	"sync"
 	"sync/atomic"
 	"syscall"
+	"time"
 
 	"github.com/culvertnet/culvert/stack/relay"
 	"gvisor.dev/gvisor/pkg/tcpip"
@@ -117,6 +118,9 @@ func (c *UDPConn) receive(segs [][]byte, deliver func([][]byte, error) error) er
 		}
 	}
 }
+
+// Resumed implements relay.GuestPacketConn.
+func (c *UDPConn) Resumed() time.Time { return c.stack.clock.resumed() }
 
 // LocalAddr implements relay.GuestPacketConn.
 func (c *UDPConn) LocalAddr() string {

@@ -60,6 +60,10 @@ type GuestConn interface {
 	// guest on read, and those it accepts towards the guest on written, as they
 	// pass. It is called before the first copy.
 	SetMeters(read, written *Meter)
+	// Resumed returns when a pause of the guest last ended: now while there is
+	// one, zero if there never was. A paused guest cannot answer, so nothing is
+	// held against it, and a pause's end begins all waiting anew (C-28).
+	Resumed() time.Time
 	// LocalAddr is the flow's source as the guest sees it, "IP:port".
 	LocalAddr() string
 }
@@ -118,6 +122,8 @@ type GuestPacketConn interface {
 	// syscall.ECONNREFUSED); the flow may live on after it. No buffer is held
 	// while nothing arrives.
 	Receive(deliver func(segs [][]byte, err error) error) error
+	// Resumed is GuestConn's.
+	Resumed() time.Time
 	// LocalAddr is the source as the guest sees it, "IP:port".
 	LocalAddr() string
 	// Close frees the endpoint and unblocks Receive.

@@ -8,6 +8,7 @@ import (
 	"sync"
 	"syscall"
 	"testing"
+	"time"
 )
 
 // A stream is one direction of a connection in memory.
@@ -43,6 +44,29 @@ type end struct {
 	shutRead  bool
 
 	read, written *Meter
+	pause         pause
+}
+
+// A pause says when a guest was last resumed.
+type pause struct {
+	mu     sync.Mutex
+	paused bool
+	ended  time.Time
+}
+
+func (p *pause) set(paused bool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.paused, p.ended = paused, time.Now()
+}
+
+func (p *pause) resumed() time.Time {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.paused {
+		return time.Now()
+	}
+	return p.ended
 }
 
 var (
@@ -226,6 +250,8 @@ func (e *end) WaitGone(ctx context.Context) error {
 func (e *end) SetMeters(read, written *Meter) { e.read, e.written = read, written }
 
 func (e *end) LocalAddr() string { return "198.18.0.1:1024" }
+
+func (e *end) Resumed() time.Time { return e.pause.resumed() }
 
 func (e *end) ReadFrom(r io.Reader) (int64, error) {
 	n, err := io.Copy(writerOnly{e}, readerOnly{clientReader{r}})

@@ -32,7 +32,7 @@ import (
 // Nobody reads a side that has ended its stream, so nobody would notice its
 // death. Both sides of a half-closed flow are probed from then on, and a flow
 // that stays so is watched: until that side is Gone, or nothing has passed for
-// Options.HalfClose.
+// Options.HalfClose, pauses of the guest not counted.
 
 const (
 	// drainAfterReset is how long what a side sent before its reset may take to
@@ -235,8 +235,8 @@ func (f *tcpFlow) waitGone(ctx context.Context, w Watcher, by Half) {
 // idleIn returns for how long nothing more may pass. f.mu is held.
 func (f *tcpFlow) idleIn() time.Duration {
 	idle := time.Since(f.halved)
-	for _, m := range []*Meter{f.opts.ToGuest, f.opts.ToHost} {
-		if last := m.Last(); !last.IsZero() {
+	for _, last := range []time.Time{f.opts.ToGuest.Last(), f.opts.ToHost.Last(), f.guest.Resumed()} {
+		if !last.IsZero() {
 			idle = min(idle, time.Since(last))
 		}
 	}

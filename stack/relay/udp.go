@@ -15,7 +15,8 @@ import (
 // A client's datagrams to one host address are one flow, with an endpoint of
 // its own towards the guest (C-20). The first datagram opens it; it ends
 //
-//   - after Idle without a datagram either way,
+//   - after Idle without a datagram either way, unless the guest was paused in
+//     this time: the client keeps its port (C-20) over a pause of any length (C-28),
 //   - when the table is full and it is the one idle for longest,
 //   - when the guest says that nobody is at the port (FB-049),
 //   - when its publish or VM goes (CloseWhere),
@@ -262,6 +263,10 @@ func (s *Sessions) endIdle() {
 		f := e.Value.(*udpSession)
 		if time.Since(f.active) < s.idle {
 			break
+		}
+		if time.Since(f.flow.Resumed()) < s.idle {
+			s.touch(f) // with as much time again, at most, as it had
+			continue
 		}
 		s.takeOut(f)
 		idle = append(idle, f)

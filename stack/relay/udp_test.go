@@ -66,6 +66,8 @@ func (d *datagramEnd) Receive(deliver func([][]byte, error) error) error {
 
 func (d *datagramEnd) LocalAddr() string { return "198.18.0.1:1024" }
 
+func (d *datagramEnd) Resumed() time.Time { return d.table.pause.resumed() }
+
 func (d *datagramEnd) Close() error {
 	d.table.mu.Lock()
 	defer d.table.mu.Unlock()
@@ -102,6 +104,7 @@ type datagramTable struct {
 	refused []UDPKey
 	openErr error
 	reply   error // what Reply returns
+	pause   pause
 }
 
 func (h *datagramTable) Open(k UDPKey) (UDPFlow, error) {
