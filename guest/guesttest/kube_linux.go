@@ -154,7 +154,8 @@ func (k *Kube) Start() {
 		"--service-account-issuer=https://kubernetes", "--service-account-key-file=" + k.certs.Key,
 		"--service-account-signing-key-file=" + k.certs.Key,
 		"--service-cluster-ip-range=10.43.0.0/16,fd43::/112",
-		"--shutdown-delay-duration=0s",
+		// Else Stop takes a minute while anybody watches.
+		"--shutdown-delay-duration=0s", "--shutdown-watch-termination-grace-period=1s",
 	}, k.o.Args...)...)
 	deadline := time.Now().Add(2 * time.Minute)
 	for {

@@ -50,8 +50,14 @@ func TestFollowTellsOfEachChange(t *testing.T) {
 func TestFollowListsAnewAfterEveryEndOfAWatch(t *testing.T) {
 	gone := status(410, metav1.StatusReasonExpired, "too old resource version: 1 (100)")
 	forms := map[string]func(http.ResponseWriter, *http.Request) bool{
-		"410 as status":         fail(410, metav1.StatusReasonExpired, gone.Message),
-		"410 as ERROR":          answer(mustJSON(map[string]any{"type": "ERROR", "object": gone})),
+		"410 as status": fail(410, metav1.StatusReasonExpired, gone.Message),
+		"410 as ERROR":  answer(mustJSON(map[string]any{"type": "ERROR", "object": gone})),
+		"410 as ERROR in a watch that goes on": func(w http.ResponseWriter, r *http.Request) bool {
+			_, _ = w.Write([]byte(mustJSON(map[string]any{"type": "ERROR", "object": gone})))
+			w.(http.Flusher).Flush()
+			<-r.Context().Done()
+			return true
+		},
 		"500":                   fail(500, metav1.StatusReasonInternalError, "etcd"),
 		"cut in an object":      answer(`{"type":"ADDED","object":{"kind":"Service","meta`),
 		"ended at once":         answer(""),
@@ -90,6 +96,9 @@ func TestFollowListsAnewAfterEveryEndOfAWatch(t *testing.T) {
 					require.Equal(t, failures, u.Failures)
 					require.Nil(t, u.Services)
 					require.Contains(t, u.Err.Error(), "API server at https://127.0.0.1:6443 ")
+					if strings.HasPrefix(name, "410") {
+						require.ErrorContains(t, u.Err, "answers 410: too old resource version: 1 (100)")
+					}
 				}
 				w.mu.Unlock()
 				require.Equal(t, n, lists)
@@ -168,22 +177,22 @@ func TestFollowPollsWhereWatchingIsRefused(t *testing.T) {
 			require.Equal(t, 1, n)
 
 			f.put(service("web", 8080))
-			time.Sleep(poll)
+			time.Sleep(2 * time.Second)
 			require.Equal(t, []string{"web:8080"}, w.names())
 
 			// A list that fails does, and polling goes on after it.
 			f.set(func() { f.list = fail(500, metav1.StatusReasonInternalError, "etcd") })
-			time.Sleep(poll)
+			time.Sleep(2 * time.Second)
 			_, u := w.told()
 			require.ErrorContains(t, u.Err, "answers 500: etcd")
 			require.Equal(t, 1, u.Failures)
 			f.set(func() { f.list = nil })
-			time.Sleep(poll)
+			time.Sleep(2 * time.Second)
 			require.Equal(t, []string{"web:8080"}, w.names())
 
 			// Watching is tried again when it is time to list anew.
 			f.set(func() { f.watch = nil })
-			time.Sleep(relist)
+			time.Sleep(10 * time.Minute)
 			f.put(service("web", 9090))
 			time.Sleep(200 * time.Millisecond)
 			require.Equal(t, []string{"web:9090"}, w.names())
@@ -203,7 +212,7 @@ func TestFollowListsAnewEveryTenMinutes(t *testing.T) {
 		w := f.follow(f.kubeconfig(""))
 		time.Sleep(time.Second)
 		f.put(service("web", 80))
-		time.Sleep(relist - 2*time.Second)
+		time.Sleep(10*time.Minute - 2*time.Second)
 		require.Empty(t, w.names())
 		time.Sleep(2 * time.Second)
 		require.Equal(t, []string{"web:80"}, w.names())
