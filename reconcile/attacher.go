@@ -32,6 +32,10 @@ type Link interface {
 	// an error is a sentence without a subject ("no answer from 10.0.2.2"). It
 	// returns soon after ctx has ended. One is under way at a time.
 	Probe(ctx context.Context) (rtt time.Duration, err error)
+	// SetPaused says that the VMM has paused the VM, or no longer: meanwhile
+	// nothing may end because the node does not answer (C-28). It returns at once
+	// and may repeat itself.
+	SetPaused(paused bool)
 	// Connected says whether Done tells of a peer that left. Where it is false
 	// three missed probes mean that the VM is gone (C-26).
 	Connected() bool

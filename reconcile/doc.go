@@ -61,7 +61,7 @@
 // VM's goroutine looks when it changes: how often a VMM speaks costs nothing.
 //
 //   - Paused: nothing is asked of the node and nothing counts against it, however
-//     long (C-28). From the end of the pause on a probe must pass before it is
+//     long, and the link is told, whose flows outlive it (C-28). From the end of the pause on a probe must pass before it is
 //     ready again. One that was under way when a pause began or ended is dropped.
 //   - Reset and shutdown end the life, not the link (C-26, C-27): QEMU 7.2's stream
 //     netdev does not connect a second time, so a link that was closed then would

@@ -268,6 +268,7 @@ type link struct {
 	probes []time.Time
 	closed chan struct{}
 	slow   time.Duration // Close takes so long
+	paused bool          // as it was last told
 }
 
 func (a *attacher) newLink(name string, connected bool) *link {
@@ -298,6 +299,13 @@ func (l *link) Probe(ctx context.Context) (time.Duration, error) {
 	}
 	time.Sleep(time.Millisecond)
 	return time.Millisecond, nil
+}
+
+func (l *link) SetPaused(paused bool) { l.set(func(l *link) { l.paused = paused }) }
+
+func (l *link) isPaused() (paused bool) {
+	l.set(func(l *link) { paused = l.paused })
+	return paused
 }
 
 func (l *link) Connected() bool       { return l.connected }

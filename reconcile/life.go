@@ -40,6 +40,7 @@ func (l *life) live(ctx context.Context, prober *sync.WaitGroup) ending {
 			view.State, view.Detail = VMPaused, l.word.whyPaused()
 		}
 	})
+	l.link.SetPaused(l.word.paused)
 	probing, stop := context.WithCancel(ctx)
 	results := make(chan *result)
 	prober.Go(func() { probe(probing, l.link, l.vm.words, results) })
@@ -51,6 +52,7 @@ func (l *life) live(ctx context.Context, prober *sync.WaitGroup) ending {
 	// waits for goroutines that may be in the middle of something.
 	stop()
 	l.vm.Attacher.DetachVM()
+	l.link.SetPaused(false) // what is left of its flows may end
 	l.vms.loop.DropVM(l.vm.Name)
 	l.update(func(view *VMView) { view.State, view.Detail, view.Probe.OK = VMGone, end.why, false })
 	l.vms.loop.Resync()
@@ -130,6 +132,7 @@ func (l *life) ended(ctx context.Context, w word) (ending, bool) {
 func (l *life) heard(w word) {
 	was := l.word
 	l.word = w
+	l.link.SetPaused(w.paused)
 	switch {
 	case w.paused:
 		l.update(func(view *VMView) { view.State, view.Detail = VMPaused, w.whyPaused() })
