@@ -32,6 +32,12 @@ type rawGuest struct {
 func newRawGuest(t testing.TB, o memory.Options) *rawGuest {
 	t.Helper()
 	ours, theirs := memory.Pair(o)
+	return newRawGuestAt(t, ours, theirs)
+}
+
+// newRawGuestAt is newRawGuest at the ends of a link that is there.
+func newRawGuestAt(t testing.TB, ours, theirs datapath.Attachment) *rawGuest {
+	t.Helper()
 	host, err := New(ours, Options{Node: guestAddr.Addr(), Gateway: hostAddr, MTU: 1500, Seed: "host"})
 	require.NoError(t, err)
 	g := &rawGuest{t: t, host: host, att: theirs, mac: "\x02\x00\x00\x00\x00\x02", got: make(chan []byte, 1024)}

@@ -42,10 +42,13 @@ type inbound struct {
 	frames [readBatch]datapath.Frame
 	loans  [readBatch]loan
 	lent   int // of loans, in this batch
+
+	observer datapath.DropObserver // nil without
 }
 
 func newInbound(l *linkEndpoint, qp datapath.QueuePair, d stack.NetworkDispatcher) *inbound {
-	return &inbound{link: l, qp: qp, stack: d}
+	observer, _ := qp.(datapath.DropObserver)
+	return &inbound{link: l, qp: qp, stack: d, observer: observer}
 }
 
 // run reads until the attachment ends.
@@ -115,7 +118,7 @@ func (in *inbound) lend(n int) [][]byte {
 func (in *inbound) take(f *datapath.Frame, l *loan) {
 	link := in.link
 	if f.N < header.EthernetMinimumSize {
-		link.stats.Drop(datapath.DropTooShort)
+		in.drop(f, datapath.DropTooShort)
 		return
 	}
 	if err := f.Hdr.Check(f.N, link.offer); err != nil {
@@ -123,7 +126,7 @@ func (in *inbound) take(f *datapath.Frame, l *loan) {
 		if err == virtio.ErrNotOffered {
 			reason = datapath.DropNotOffered
 		}
-		link.stats.Drop(reason)
+		in.drop(f, reason)
 		return
 	}
 	head := l.segs[0][:min(f.N, headSize)]
@@ -133,32 +136,43 @@ func (in *inbound) take(f *datapath.Frame, l *loan) {
 	}
 	eth := header.Ethernet(head)
 	if eth.SourceAddress() == link.mac {
-		link.stats.Drop(datapath.DropSpoofed)
+		in.drop(f, datapath.DropSpoofed)
 		return
 	}
 	switch etherType(head) {
 	case header.ARPProtocolNumber:
 		if !link.neigh.handle(header.ARP(head[header.EthernetMinimumSize:])) {
-			link.stats.Drop(datapath.DropSpoofed)
+			in.drop(f, datapath.DropSpoofed)
 		}
 		return
 	case header.IPv4ProtocolNumber:
 		if eth.DestinationAddress() != link.mac {
-			link.stats.Drop(datapath.DropUnwanted)
+			in.drop(f, datapath.DropUnwanted)
 			return
 		}
 		if reason, ok := in.check4(&f.Hdr, head, body); !ok {
-			link.stats.Drop(reason)
+			in.drop(f, reason)
 			return
 		}
 		if link.neigh.known() {
 			link.neigh.heard()
 		}
 	default:
-		link.stats.Drop(datapath.DropUnwanted)
+		in.drop(f, datapath.DropUnwanted)
 		return
 	}
 	in.deliver(header.IPv4ProtocolNumber, f.N, l)
+}
+
+// drop counts a frame that the stack does not get to see, and shows it to who
+// traces the link.
+func (in *inbound) drop(f *datapath.Frame, why datapath.DropReason) {
+	if in.observer == nil {
+		in.link.stats.Drop(why)
+		return
+	}
+	in.link.stats.DropShown(why)
+	in.observer.DroppedFromGuest(f, why)
 }
 
 // check4 checks an IPv4 packet behind its Ethernet header: lengths, addresses,

@@ -81,7 +81,7 @@ func (o *outbound) keep(pkt *stack.PacketBuffer) {
 	defer o.mu.Unlock()
 	segment := isSegment(pkt)
 	if o.ended || (segment && o.segments >= maxSegments) || (!segment && len(o.waiting)-o.segments >= maxBacklog) {
-		o.stats.Drop(datapath.DropQueueFull)
+		o.overflow(pkt)
 		return
 	}
 	if segment {
@@ -98,6 +98,20 @@ func (o *outbound) keep(pkt *stack.PacketBuffer) {
 	case o.kick <- struct{}{}:
 	default:
 	}
+}
+
+// overflow counts pkt as dropped, and shows it to who traces the link.
+func (o *outbound) overflow(pkt *stack.PacketBuffer) {
+	observer, ok := o.qp.(datapath.DropObserver)
+	if !ok {
+		o.stats.Drop(datapath.DropQueueFull)
+		return
+	}
+	o.stats.DropShown(datapath.DropQueueFull)
+	sc := scratches.Get().(*scratch)
+	sc.fill(0, pkt)
+	observer.DroppedToGuest(&sc.frames[0], datapath.DropQueueFull)
+	sc.release(1)
 }
 
 // isSegment reports whether pkt carries TCP payload, which its flow's windows
