@@ -53,6 +53,7 @@ type Loop struct {
 	changed  chan struct{} // closed, and made anew, when noted changes
 
 	names *Names
+	stats stats
 }
 
 // A sourceKey tells sources apart.
@@ -198,6 +199,7 @@ func (l *Loop) follow(ctx context.Context, vm string, src Source) {
 			retry.reset()
 			said = ""
 		}
+		l.stats.source(vm, src.Name(), func(s *SourceStats) { s.Failures++ })
 		if text := err.Error(); text != said {
 			said = text
 			log.Warn("source failed, its last snapshot stays", "err", err)
@@ -213,6 +215,7 @@ func (l *Loop) receive(s Snapshot) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if !l.current(s) {
+		l.stats.source(s.VM, s.Source, func(c *SourceStats) { c.Stale++ })
 		l.log.Debug("snapshot ignored", "source", s.Source, "vm", s.VM, "generation", s.Generation)
 		return
 	}
@@ -229,6 +232,7 @@ func (l *Loop) current(s Snapshot) bool {
 
 // keep puts s in the place of its source's former snapshot.
 func (l *Loop) keep(s Snapshot) {
+	l.stats.source(s.VM, s.Source, func(c *SourceStats) { c.Snapshots, c.Last = c.Snapshots+1, time.Now() })
 	i := slices.IndexFunc(l.snaps, func(o Snapshot) bool { return o.VM == s.VM && o.Source == s.Source })
 	if i < 0 {
 		l.snaps = append(l.snaps, s)
@@ -321,6 +325,7 @@ func (l *Loop) Resync() {
 func (l *Loop) resync() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
+	l.stats.resynced()
 	for _, o := range l.pub.Owners() {
 		if _, known := l.told[o]; !known {
 			l.told[o] = told{}
@@ -340,6 +345,7 @@ func (l *Loop) resync() {
 func (l *Loop) converge(ask []listener.Owner) map[listener.Owner][]listener.Outcome {
 	// A request that is cut off must not leave the Publisher half told.
 	ctx := context.Background()
+	began := time.Now()
 	wants, clashes := desired(l.counting())
 	l.logClashes(clashes)
 	l.note(wants)
@@ -357,6 +363,7 @@ func (l *Loop) converge(ask []listener.Owner) map[listener.Owner][]listener.Outc
 		l.told[w.Owner] = told{w.Specs, l.logOutcomes(w.Owner, l.told[w.Owner].states, outs)}
 		outcomes[w.Owner] = outs
 	}
+	l.stats.applied(began, len(publish), len(gone))
 	return outcomes
 }
 
