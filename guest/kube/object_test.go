@@ -1,8 +1,10 @@
 package kube
 
 import (
+	"bytes"
 	"encoding/json"
 	"fmt"
+	"log/slog"
 	"math"
 	"runtime"
 	"strings"
@@ -92,6 +94,23 @@ func TestObjectBoundsItsLists(t *testing.T) {
 	require.Len(t, s.Ingress, maxIngress)
 	require.Len(t, s.SourceRanges, maxSourceRanges)
 	require.Equal(t, []string{"8976 ports too many", "9936 ingress entries too many", "9744 source ranges too many"}, left)
+}
+
+// What is left out is one debug line a Service, whatever its size.
+func TestWhatIsLeftOutIsSaid(t *testing.T) {
+	var log bytes.Buffer
+	c := &Client{log: slog.New(slog.NewTextHandler(&log, &slog.HandlerOptions{Level: slog.LevelDebug}))}
+	var o object
+	require.NoError(t, json.Unmarshal([]byte(`{"metadata":{"namespace":"d","name":"x"},"spec":{"type":"LoadBalancer","ports":[{}`+
+		strings.Repeat(`,{"port":70000}`, 9_999)+`]}}`), &o))
+	require.NotNil(t, c.service(&o))
+	require.Equal(t, 1, strings.Count(log.String(), "\n"))
+	require.Contains(t, log.String(), `level=DEBUG msg="left out of what the cluster says" namespace=d name=x left="1024 ports with impossible numbers or names, 8976 ports too many"`)
+	log.Reset()
+	o.Metadata.Name = "\x1b[31m"
+	require.Nil(t, c.service(&o))
+	require.Equal(t, 1, strings.Count(log.String(), "\n"))
+	require.NotContains(t, log.String(), "\x1b")
 }
 
 // The memory of a Service is that of what is kept, not of what was sent.
