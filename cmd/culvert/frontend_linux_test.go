@@ -73,18 +73,23 @@ func playFrontend(path string) error {
 // guest's stack, an attachment.
 type frontend struct {
 	conn  *net.UnixConn
+	memfd int
 	rx    *datapathtest.RxQueue
 	lines [2]line // RX and TX
 	pairs []datapath.QueuePair
 	stats datapath.Stats
 	room  chan struct{}
+	once  sync.Once
 
 	mu sync.Mutex
 	tx *datapathtest.TxQueue
 }
 
 // A line is a ring's kick, which we write, and call, which we read.
-type line struct{ kick, call *os.File }
+type line struct {
+	kick, call     *os.File
+	kickFD, callFD int // theirs: File.Fd would make them block
+}
 
 const (
 	ringSize = 256
@@ -123,7 +128,7 @@ func dialFrontend(path string) (*frontend, error) {
 	if err != nil {
 		return nil, err
 	}
-	f := &frontend{conn: conn, room: make(chan struct{}, 1)}
+	f := &frontend{conn: conn, memfd: memfd, room: make(chan struct{}, 1)}
 	f.pairs = []datapath.QueuePair{f}
 	for i := range f.lines {
 		if f.lines[i], err = newLine(); err != nil {
@@ -148,13 +153,13 @@ func dialFrontend(path string) (*frontend, error) {
 }
 
 func newLine() (l line, err error) {
-	for _, end := range []**os.File{&l.kick, &l.call} {
-		fd, err := unix.Eventfd(0, unix.EFD_CLOEXEC|unix.EFD_NONBLOCK)
-		if err != nil {
-			return l, err
-		}
-		*end = os.NewFile(uintptr(fd), "eventfd")
+	if l.kickFD, err = unix.Eventfd(0, unix.EFD_CLOEXEC|unix.EFD_NONBLOCK); err != nil {
+		return l, err
 	}
+	if l.callFD, err = unix.Eventfd(0, unix.EFD_CLOEXEC|unix.EFD_NONBLOCK); err != nil {
+		return l, err
+	}
+	l.kick, l.call = os.NewFile(uintptr(l.kickFD), "kick"), os.NewFile(uintptr(l.callFD), "call")
 	return l, nil
 }
 
@@ -181,8 +186,8 @@ func (f *frontend) negotiate(memfd int, size uint64) error {
 			f.tell(setVringNum, u64s(ring|ringSize<<32)),
 			f.tell(setVringBase, u64s(ring)),
 			f.tell(setVringAddr, u64s(ring, frontendBase+desc, frontendBase+used, frontendBase+avail, 0)),
-			f.tell(setVringCall, u64s(ring), int(f.lines[i].call.Fd())),
-			f.tell(setVringKick, u64s(ring), int(f.lines[i].kick.Fd())),
+			f.tell(setVringCall, u64s(ring), f.lines[i].callFD),
+			f.tell(setVringKick, u64s(ring), f.lines[i].kickFD),
 		)
 	}
 	return err
@@ -216,8 +221,17 @@ func (f *frontend) QueuePairs() []datapath.QueuePair { return f.pairs }
 func (f *frontend) Stats() *datapath.Stats           { return &f.stats }
 func (f *frontend) Room() <-chan struct{}            { return f.room }
 
-// Close ends the connection as a kill does: nothing is said.
-func (f *frontend) Close() error { return f.conn.Close() }
+// Close ends the connection as a kill does: nothing is said. The memory stays
+// mapped: a driver may still be at it.
+func (f *frontend) Close() (err error) {
+	f.once.Do(func() {
+		err = errors.Join(f.conn.Close(), unix.Close(f.memfd))
+		for _, l := range f.lines {
+			err = errors.Join(err, l.kick.Close(), l.call.Close())
+		}
+	})
+	return err
+}
 
 // ReadBatch takes what the device put in RX.
 func (f *frontend) ReadBatch(frames []datapath.Frame, get func(n int) [][]byte) (n int, err error) {

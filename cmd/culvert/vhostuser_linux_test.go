@@ -16,8 +16,12 @@ import (
 	"time"
 
 	"github.com/culvertnet/culvert/cmd/internal/api"
+	"github.com/culvertnet/culvert/datapath/datapathtest"
+	"github.com/culvertnet/culvert/datapath/virtio"
+	"github.com/culvertnet/culvert/datapath/virtqueue"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	"golang.org/x/sys/unix"
 )
 
 // startFrontend starts a VMM with a guest that echoes on port 7.
@@ -174,35 +178,43 @@ func settled(t *testing.T, want usage) (u usage) {
 	return u
 }
 
+// startTwo starts a daemon with two VMs: one is there and good, with a flow; the
+// other, at the socket, is the test's.
+func startTwo(t *testing.T) (d *testDaemon, bad string, c net.Conn) {
+	t.Helper()
+	dir := tempDir(t)
+	bad, good := filepath.Join(dir, "bad.sock"), filepath.Join(dir, "good.sock")
+	d = startDaemon(t, fmt.Sprintf("vms: [{name: bad, attach: 'vhost-user:%s', publish: ['0:7']}, {name: good, attach: 'vhost-user:%s', publish: ['0:7']}]", bad, good))
+	startFrontend(t, good)
+	d.awaitVM(t, "good", "ready", 1)
+	return d, bad, d.flow(t, "good")
+}
+
+// flow connects to a VM's first publish.
+func (d *testDaemon) flow(t *testing.T, vm string) net.Conn {
+	t.Helper()
+	c, err := net.Dial("tcp", d.rows(t, "--vm", vm)[0].Bound[0])
+	require.NoError(t, err)
+	t.Cleanup(func() { _ = c.Close() })
+	require.NoError(t, c.SetDeadline(time.Now().Add(2*time.Minute)))
+	return c
+}
+
+func mustEcho(t *testing.T, c net.Conn, s string) {
+	t.Helper()
+	_, err := io.WriteString(c, s)
+	require.NoError(t, err)
+	got := make([]byte, len(s))
+	_, err = io.ReadFull(c, got)
+	require.NoError(t, err)
+	require.Equal(t, s, string(got))
+}
+
 // TestBadFrontend: what speaks wrongly is cut off with one line of the log that
 // says which message and why; the other VM's flow does not notice, and the next
 // front-end that speaks rightly is served.
 func TestBadFrontend(t *testing.T) {
-	dir := tempDir(t)
-	bad, good := filepath.Join(dir, "bad.sock"), filepath.Join(dir, "good.sock")
-	d := startDaemon(t, fmt.Sprintf("vms: [{name: bad, attach: 'vhost-user:%s', publish: ['0:7']}, {name: good, attach: 'vhost-user:%s', publish: ['0:7']}]", bad, good))
-	startFrontend(t, good)
-	d.awaitVM(t, "good", "ready", 1)
-	flow := func(vm string) net.Conn {
-		for _, r := range d.rows(t, "--vm", vm) {
-			c, err := net.Dial("tcp", r.Bound[0])
-			require.NoError(t, err)
-			t.Cleanup(func() { _ = c.Close() })
-			require.NoError(t, c.SetDeadline(time.Now().Add(time.Minute)))
-			return c
-		}
-		require.FailNow(t, "no row")
-		return nil
-	}
-	echo := func(c net.Conn, s string) {
-		_, err := io.WriteString(c, s)
-		require.NoError(t, err)
-		got := make([]byte, len(s))
-		_, err = io.ReadFull(c, got)
-		require.NoError(t, err)
-		require.Equal(t, s, string(got))
-	}
-	c := flow("good")
+	d, bad, c := startTwo(t)
 	null, err := os.Open(os.DevNull)
 	require.NoError(t, err)
 	defer null.Close()
@@ -234,11 +246,63 @@ func TestBadFrontend(t *testing.T) {
 			require.Error(t, err)
 			require.NotErrorIs(t, err, os.ErrDeadlineExceeded)
 			d.logs(t, test.want)
-			echo(c, name)
+			mustEcho(t, c, name)
 		})
 	}
 	startFrontend(t, bad)
 	d.awaitVM(t, "bad", "ready", 1)
-	echo(flow("bad"), "as it should be")
-	echo(c, "all along")
+	mustEcho(t, d.flow(t, "bad"), "as it should be")
+	mustEcho(t, c, "all along")
+}
+
+// TestHostileDriver: what a guest's driver does to its rings is counted, or ends
+// that VM's attachment; the other VM's flow does not notice, and the next driver
+// that behaves is served.
+func TestHostileDriver(t *testing.T) {
+	d, bad, c := startTwo(t)
+	type hostility struct {
+		ends, counted bool
+		do            func(f *frontend)
+	}
+	all := map[string]hostility{
+		"moved while it runs": {true, false, func(f *frontend) {
+			f.tx.Move()
+			f.tx.KickStorm(1)
+		}},
+		"memory cut short": {true, false, func(f *frontend) {
+			_ = unix.Ftruncate(f.memfd, 0)
+			f.tx.KickStorm(1)
+		}},
+		"kick storm":  {false, false, func(f *frontend) { f.tx.KickStorm(10_000); f.rx.KickStorm(10_000) }},
+		"never kicks": {false, false, func(f *frontend) { f.tx.Kick = nil; _ = f.tx.Add(virtio.NetHdr{}, make([]byte, 60)); f.tx.Publish() }},
+	}
+	for _, a := range datapathtest.Attacks(virtqueue.Features{EventIdx: true, Indirect: true}) {
+		ends := errors.Is(a.Want, virtqueue.ErrCorrupt)
+		all[a.Name] = hostility{ends, !ends, func(f *frontend) { a.Run(f.tx.Driver) }}
+	}
+	life := uint64(0)
+	for name, h := range all {
+		t.Run(name, func(t *testing.T) {
+			life++
+			f, err := dialFrontend(bad)
+			require.NoError(t, err)
+			defer f.Close()
+			d.awaitVM(t, "bad", "stalled", life) // there is no guest to answer
+			h.do(f)
+			if h.ends {
+				d.awaitVM(t, "bad", "gone", life)
+			}
+			for h.counted {
+				drops := d.awaitVM(t, "bad", "stalled", life).Drops
+				h.counted = drops["rejected"]+drops["too-short"] == 0
+			}
+			mustEcho(t, c, name)
+			_ = f.Close()
+			d.awaitVM(t, "bad", "gone", life)
+		})
+	}
+	startFrontend(t, bad)
+	d.awaitVM(t, "bad", "ready", life+1)
+	mustEcho(t, d.flow(t, "bad"), "as it should be")
+	mustEcho(t, c, "all along")
 }
