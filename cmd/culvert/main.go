@@ -62,9 +62,10 @@ func run(ctx context.Context, hurry <-chan struct{}, args []string, stdout, stde
 // exitCode returns the exit code that says what err says.
 func exitCode(err error) int {
 	var noDaemon *api.NoDaemonError
+	var noFlight *noFlightError
 	var usage *usageError
 	switch {
-	case errors.As(err, &noDaemon):
+	case errors.As(err, &noDaemon), errors.As(err, &noFlight):
 		return exitNoDaemon
 	case errors.As(err, &usage):
 		return exitUsage
@@ -107,7 +108,7 @@ Exit codes: 0 fine, 1 the request failed, 2 wrong usage, 3 no daemon.`,
 		return &usageError{fmt.Errorf("%w; see `%s --help`", err, cmd.CommandPath())}
 	})
 	root.AddCommand(
-		newDaemon(hurry), newWait(), newPublish(), newUnpublish(), newLs(), newFlows(), newVMs(), newNames(), newKubernetes(), newDemo(), newVersion(),
+		newDaemon(hurry), newWait(), newPublish(), newUnpublish(), newLs(), newFlows(), newVMs(), newNames(), newKubernetes(), newTrace(), newDemo(), newVersion(),
 	)
 	root.SetOut(stdout)
 	root.SetErr(stderr)

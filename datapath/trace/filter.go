@@ -51,6 +51,12 @@ type node struct {
 	n         int
 }
 
+// Match reports whether a frame that was written matches.
+func (f *Filter) Match(p *Packet) bool {
+	h := parseHeaders(p.Data[:min(len(p.Data), maxHeaders)])
+	return f.match(&h, p.Length, p.Dir)
+}
+
 // match reports whether a frame of n bytes with headers h matches.
 func (f *Filter) match(h *headers, n int, dir Direction) bool { return f.root.match(h, n, dir) }
 

@@ -122,7 +122,9 @@ func appendInterface(b []byte, name string, link uint16, snap int) []byte {
 	return endBlock(b, start)
 }
 
-func appendStatistics(b []byte, id uint32, at int64, seen, lost uint64) []byte {
+// AppendStatistics appends a statistics block to b: how many frames of an
+// interface were written, and how many lost, up to a time in nanoseconds.
+func AppendStatistics(b []byte, id uint32, at int64, seen, lost uint64) []byte {
 	start := len(b)
 	b = beginBlock(b, BlockStatistics)
 	b = appendTime(le.AppendUint32(b, id), at)

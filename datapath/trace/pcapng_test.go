@@ -174,7 +174,7 @@ func TestGolden(t *testing.T) {
 		out = p.data(p.head(beginBlock(out, BlockPacket)))
 		out = endBlock(appendCount(appendComment(out, "owner ", "cli 8080:80/tcp"), "flow ", 3, ""), start)
 	}
-	out = appendStatistics(out, 0, 1767366245_000000003, 2, 1)
+	out = AppendStatistics(out, 0, 1767366245_000000003, 2, 1)
 	golden := filepath.Join("testdata", "small.pcapng")
 	if *update {
 		require.NoError(t, os.MkdirAll("testdata", 0o755))
@@ -202,7 +202,7 @@ func FuzzPcapng(f *testing.F) {
 		start := len(out)
 		out = p.data(p.head(beginBlock(out, BlockPacket)))
 		out = endBlock(appendComment(out, comment, comment), start)
-		out = appendStatistics(out, 0, at, 1, lost)
+		out = AppendStatistics(out, 0, at, 1, lost)
 
 		r, err := pcapgo.NewNgReader(bytes.NewReader(out), pcapgo.DefaultNgReaderOptions)
 		require.NoError(t, err)

@@ -62,6 +62,9 @@ func (r *BlockReader) Next() (Block, error) {
 	return b, nil
 }
 
+// Buffered reports whether the next block has come already, or a part of it.
+func (r *BlockReader) Buffered() bool { return r.in.Buffered() > 0 }
+
 func noEOF(err error) error {
 	if err == io.EOF {
 		return io.ErrUnexpectedEOF
@@ -92,6 +95,16 @@ func options(b []byte, each func(code uint16, value []byte)) error {
 		b = b[padded:]
 	}
 	return nil
+}
+
+// Dropped reports whether the packet was dropped.
+func (p *Packet) Dropped() bool {
+	for _, c := range p.Comments {
+		if len(c) > 5 && c[:5] == "drop " {
+			return true
+		}
+	}
+	return false
 }
 
 // An Interface is what an interface block says.

@@ -313,7 +313,7 @@ func (r *Reader) statistics() {
 	r.ring.mu.Unlock()
 	at := r.tracer.now()
 	for _, c := range r.order {
-		r.out = appendStatistics(r.out, c.id, at, c.seen, c.lost)
+		r.out = AppendStatistics(r.out, c.id, at, c.seen, c.lost)
 	}
 }
 

@@ -41,6 +41,8 @@ type Backend interface {
 	// Events calls emit for every change after it has called started, until ctx
 	// or the daemon ends, or emit fails.
 	Events(ctx context.Context, started func(), emit func(Event) error) error
+	// Trace begins a trace. Its error is the request's, as Publish's.
+	Trace(r TraceRequest) (Trace, error)
 }
 
 // A Server serves a Backend on a unix socket.
@@ -62,6 +64,7 @@ func NewServer(b Backend) *Server {
 	mux.HandleFunc("GET /v1/kubernetes", func(w http.ResponseWriter, _ *http.Request) { reply(w, b.Kubernetes()) })
 	mux.HandleFunc("PUT /v1/kubernetes", s.wantKubernetes)
 	mux.HandleFunc("GET /v1/events", s.events)
+	mux.HandleFunc("GET /v1/trace", s.trace)
 	mux.HandleFunc("GET /healthz", s.health)
 	mux.HandleFunc("/", func(w http.ResponseWriter, r *http.Request) { unknown(mux, w, r) })
 	s.http = http.Server{Handler: mux, ReadHeaderTimeout: headerTimeout}

@@ -14,6 +14,7 @@ import (
 
 	"github.com/culvertnet/culvert/datapath/attach"
 	"github.com/culvertnet/culvert/datapath/socketfile"
+	"github.com/culvertnet/culvert/datapath/trace"
 	"github.com/culvertnet/culvert/stack/listener"
 )
 
@@ -26,7 +27,13 @@ type Config struct {
 	Timeouts    Timeouts
 	Limits      Limits
 	Names       NamesConfig
+	Trace       TraceConfig
 	VMs         []VMConfig
+}
+
+// TraceConfig says what is kept of the frames that pass, beside who asks.
+type TraceConfig struct {
+	FlightRecorder int // frames of each VM; 0 for none
 }
 
 // LogConfig says what is logged: "debug", "info", "warn" or "error", as "text"
@@ -84,6 +91,7 @@ type fileConfig struct {
 	Limits      fileLimits   `yaml:"limits"`
 	VMs         []fileVM     `yaml:"vms"`
 	Names       *fileNames   `yaml:"names"`
+	Trace       fileTrace    `yaml:"trace"`
 	Publish     []string     `yaml:"publish"`
 }
 
@@ -100,6 +108,10 @@ type fileLimits struct {
 	TotalBuffers string `yaml:"totalBuffers"`
 	Flows        string `yaml:"flows"`
 	UDPFlows     string `yaml:"udpFlows"`
+}
+
+type fileTrace struct {
+	FlightRecorder string `yaml:"flightRecorder"`
 }
 
 type fileVM struct {
@@ -135,6 +147,7 @@ func defaults(apiSocket string) fileConfig {
 		Log:      LogConfig{Level: "info", Format: "text"},
 		Timeouts: fileTimeouts{Connect: "3s", HalfClose: "1h", UDPIdle: "90s", Drain: "5s", BindRetry: "30s"},
 		Limits:   fileLimits{FlowBuffer: "8MiB", TotalBuffers: "1GiB", Flows: "65536", UDPFlows: "16384"},
+		Trace:    fileTrace{FlightRecorder: "0"},
 	}
 }
 
@@ -197,6 +210,11 @@ func (r *reader) resolve(f *fileConfig) (*Config, error) {
 	if err := r.limits(f, c); err != nil {
 		return nil, err
 	}
+	frames, err := strconv.ParseUint(f.Trace.FlightRecorder, 10, 31)
+	if err != nil || frames > trace.MaxFlightFrames {
+		return nil, r.at("$.trace.flightRecorder", fmt.Errorf("%q is no number of frames from 0 to %d", f.Trace.FlightRecorder, trace.MaxFlightFrames))
+	}
+	c.Trace.FlightRecorder = int(frames)
 	for i := range f.VMs {
 		vm, err := r.vm(fmt.Sprintf("$.vms[%d]", i), &f.VMs[i], c.VMs)
 		if err != nil {

@@ -16,6 +16,7 @@ import (
 	"github.com/culvertnet/culvert/cmd/internal/names"
 	"github.com/culvertnet/culvert/datapath"
 	"github.com/culvertnet/culvert/datapath/socketfile"
+	"github.com/culvertnet/culvert/datapath/trace"
 	vmm "github.com/culvertnet/culvert/guest/vm"
 	"github.com/culvertnet/culvert/reconcile"
 	"github.com/culvertnet/culvert/stack"
@@ -55,6 +56,7 @@ type Daemon struct {
 	static    *reconcile.Static
 	vms       *reconcile.VMs
 	server    *api.Server
+	tracer    *trace.Tracer
 	ending    context.Context // done when the daemon ends
 
 	mu        sync.Mutex
@@ -98,6 +100,7 @@ func Run(ctx context.Context, c *Config, o Options) (err error) {
 	d.static = reconcile.NewStatic(d.loop)
 	d.vms = reconcile.NewVMs(d.loop, o.Log)
 	d.server = api.NewServer(d)
+	d.tracer = d.newTracer(c)
 	dns, err := d.listenNames(c.Names)
 	if err != nil {
 		d.forwarder.Shutdown(context.Background())
@@ -130,6 +133,9 @@ func Run(ctx context.Context, c *Config, o Options) (err error) {
 		running.Wait()
 		d.drain(o.Hurry)
 		d.vms.Close()
+		if err := d.tracer.Close(); err != nil {
+			d.log.Warn("flight recorder not closed", "err", err)
+		}
 		grace, cancel := context.WithTimeout(context.Background(), apiGrace)
 		defer cancel()
 		d.server.Shutdown(grace)
@@ -307,7 +313,7 @@ func (d *Daemon) reload(ctx context.Context) {
 	for key, same := range map[string]bool{
 		"api": c.API == d.config.API, "exposeToLAN": c.ExposeToLAN == d.config.ExposeToLAN,
 		"timeouts": c.Timeouts == d.config.Timeouts, "limits": c.Limits == d.config.Limits, "log": c.Log == d.config.Log,
-		"names": c.Names == d.config.Names,
+		"names": c.Names == d.config.Names, "trace": c.Trace == d.config.Trace,
 	} {
 		if !same {
 			d.log.Warn("config key needs a restart to change; the running value stays", "key", key)
@@ -347,8 +353,8 @@ func (d *Daemon) reload(ctx context.Context) {
 		}
 	}
 	applied := *c
-	applied.API, applied.ExposeToLAN, applied.Timeouts, applied.Limits, applied.Log, applied.Names =
-		d.config.API, d.config.ExposeToLAN, d.config.Timeouts, d.config.Limits, d.config.Log, d.config.Names
+	applied.API, applied.ExposeToLAN, applied.Timeouts, applied.Limits, applied.Log, applied.Names, applied.Trace =
+		d.config.API, d.config.ExposeToLAN, d.config.Timeouts, d.config.Limits, d.config.Log, d.config.Names, d.config.Trace
 	applied.VMs = nil
 	for _, vm := range c.VMs {
 		if _, ok := now[vm.Name]; ok {

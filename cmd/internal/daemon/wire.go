@@ -4,10 +4,12 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"sync"
 
 	"github.com/culvertnet/culvert/datapath"
 	"github.com/culvertnet/culvert/datapath/attach"
+	"github.com/culvertnet/culvert/datapath/trace"
 	"github.com/culvertnet/culvert/reconcile"
 	"github.com/culvertnet/culvert/stack"
 	"github.com/culvertnet/culvert/stack/netstack"
@@ -21,6 +23,8 @@ type attacher struct {
 	listener  attach.Listener
 	forwarder *stack.Forwarder
 	budget    *netstack.Budget
+	tracer    *trace.Tracer
+	log       *slog.Logger
 
 	mu   sync.Mutex
 	link *link // of this life, for the VM's view; nil between lives
@@ -33,7 +37,9 @@ func (d *Daemon) newAttacher(vm VMConfig) (*attacher, error) {
 	}
 	g := &guest{vm: vm.VMLink, policy: d.policy, addresses: d.addresses, log: d.log}
 	g.config.Store(&vm.VMGuest)
-	return &attacher{vm: vm.VMLink, guest: g, listener: l, forwarder: d.forwarder, budget: d.budget}, nil
+	return &attacher{
+		vm: vm.VMLink, guest: g, listener: l, forwarder: d.forwarder, budget: d.budget, tracer: d.tracer, log: d.log.With("vm", vm.Name),
+	}, nil
 }
 
 // Accept implements reconcile.Attacher.
@@ -42,7 +48,11 @@ func (a *attacher) Accept(ctx context.Context) (reconcile.Link, error) {
 	if err != nil {
 		return nil, err
 	}
-	s, err := netstack.New(att, netstack.Options{
+	traced, err := a.tracer.Wrap(a.vm.Name, att)
+	if err != nil {
+		a.log.Warn("no flight recorder", "err", err)
+	}
+	s, err := netstack.New(traced, netstack.Options{
 		Node: a.vm.Node, Gateway: a.vm.Gateway, MTU: a.vm.MTU, Seed: a.vm.Name, Budget: a.budget,
 	})
 	if err != nil {
@@ -68,6 +78,7 @@ func (a *attacher) DetachVM() {
 	a.mu.Lock()
 	a.link = nil
 	a.mu.Unlock()
+	a.guest.services.Store(nil) // a cluster that nobody reaches now; the next life has its own
 	a.forwarder.DetachVM(a.vm.Name)
 }
 
