@@ -65,6 +65,7 @@ func playFrontend(path string) error {
 			}()
 		}
 	}()
+	fmt.Println("listening") // the VM may have been ready before
 	_, err = io.Copy(io.Discard, os.Stdin)
 	return errors.Join(err, io.EOF)
 }

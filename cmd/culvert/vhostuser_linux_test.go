@@ -1,6 +1,7 @@
 package main
 
 import (
+	"bufio"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -24,7 +25,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// startFrontend starts a VMM with a guest that echoes on port 7.
+// startFrontend starts a VMM with a guest that echoes on port 7, and returns when
+// it does.
 func startFrontend(t *testing.T, socket string) *exec.Cmd {
 	t.Helper()
 	exe, err := os.Executable()
@@ -34,8 +36,13 @@ func startFrontend(t *testing.T, socket string) *exec.Cmd {
 	cmd.Stderr = t.Output()
 	_, err = cmd.StdinPipe() // it ends when we do
 	require.NoError(t, err)
+	says, err := cmd.StdoutPipe()
+	require.NoError(t, err)
 	require.NoError(t, cmd.Start())
 	t.Cleanup(func() { kill(cmd) })
+	line, err := bufio.NewReader(says).ReadString('\n')
+	require.NoError(t, err)
+	require.Equal(t, "listening\n", line)
 	return cmd
 }
 
