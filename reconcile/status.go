@@ -57,8 +57,9 @@ type VMView struct {
 	// Since is when State was entered.
 	Since time.Time
 	Probe Probe
-	// VMM is what the VMM last said ("running", "paused (io-error)"), or why it
-	// cannot be asked; empty where nobody asks one, and before the first word.
+	// VMM is what the VMM last said ("running", "paused (io-error)"), "lost" and
+	// why where it cannot be asked; empty where nobody asks one, and before the
+	// first word.
 	VMM string
 }
 

@@ -23,7 +23,7 @@ type word struct {
 	shut    bool   // the guest has ended and none has begun
 	lost    bool   // the VMM cannot be asked: paused is over, shut is not
 	why     string // it is paused, in the VMM's words
-	text    string // all of it, for people
+	text    string // all of it: a Kind's word, and why in brackets
 
 	// ends counts guests that ended, by a reset or a shutdown, and end is why the
 	// last did: a guest may end and the next begin between two looks.
@@ -42,7 +42,6 @@ func (w word) after(e vmm.Event) word {
 	case vmm.Lost:
 		// A guest that has shut down is not back because its VMM went as well.
 		w.lost, w.paused = true, false
-		w.text = e.Detail
 	case vmm.Running:
 		w.lost, w.shut, w.paused = false, false, false
 	case vmm.Paused:

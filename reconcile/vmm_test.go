@@ -210,7 +210,7 @@ func TestVMMLostWhilePaused(t *testing.T) {
 		assert.False(t, l.isPaused(), "nobody would say when it is over")
 		require.NoError(t, b.Wait(t.Context(), "default", VMReady))
 		v, _ := b.View("default")
-		assert.Equal(t, lostVMM.Detail, v.VMM)
+		assert.Equal(t, "lost ("+lostVMM.Detail+")", v.VMM)
 		assert.Equal(t, 2, b.log.lines("level=WARN", "nobody listens there"), "each time that it is lost")
 	})
 }

@@ -90,7 +90,7 @@ func (fakeBackend) VMs() []api.VM {
 		Name: "default", Attach: "tap:tap0", State: "ready", Node: "10.0.2.2", Gateway: "10.0.2.1/24", Generation: 2,
 		Offloads: []string{"csum", "tso4"}, Queues: 1, LastFrame: fakeTime, Probe: api.Probe{OK: true, At: fakeTime, RTT: 0.000123},
 		Frames: api.Traffic{ToGuest: 5, ToHost: 6}, Bytes: api.Traffic{ToGuest: 500, ToHost: 600},
-		Drops: map[string]uint64{"foreign-source": 3}, Flows: 1, Since: fakeTime,
+		Drops: map[string]uint64{"foreign-source": 3}, Flows: 1, VMM: "running", Since: fakeTime,
 	}}
 }
 
@@ -270,5 +270,26 @@ func TestChanges(t *testing.T) {
 	require.NoError(t, (&changes{out: &out, json: true}).show(rows))
 	for line := range strings.Lines(out.String()) {
 		assert.NoError(t, json.Unmarshal([]byte(line), new(api.Listener)), "one document a line")
+	}
+}
+
+// DETAIL says all that is wrong, the state's own reason first.
+func TestVMDetail(t *testing.T) {
+	const lost = "lost (QMP socket /run/qmp: nobody listens there)"
+	engine := api.Engine{Detail: "engine: no answer"}
+	for _, c := range []struct {
+		vm   api.VM
+		want string
+	}{
+		{api.VM{State: "ready", VMM: "running"}, ""},
+		{api.VM{State: "paused", Detail: "its VMM paused it", VMM: "paused (paused)"}, "its VMM paused it"},
+		{api.VM{State: "ready", VMM: lost}, "QMP socket /run/qmp: nobody listens there"},
+		{
+			api.VM{State: "stalled", Detail: "no answer", Engine: engine, VMM: lost},
+			"no answer; engine: no answer; QMP socket /run/qmp: nobody listens there",
+		},
+	} {
+		table := vmTable([]api.VM{c.vm})
+		assert.Equal(t, c.want, table.rows[0][len(table.head)-1])
 	}
 }

@@ -57,13 +57,24 @@ func vmTable(vms []api.VM) *table {
 	return t
 }
 
-// vmDetail is why a VM is not ready, or why its containers are not followed.
+// vmDetail is why a VM is not ready, why its containers are not followed, and why
+// its VMM cannot be asked.
 func vmDetail(v api.VM) string {
-	switch {
-	case v.Detail == "":
-		return v.Engine.Detail
-	case v.Engine.Detail == "":
-		return v.Detail
+	var parts []string
+	for _, part := range []string{v.Detail, v.Engine.Detail, vmmLost(v)} {
+		if part != "" {
+			parts = append(parts, part)
+		}
 	}
-	return v.Detail + "; " + v.Engine.Detail
+	return strings.Join(parts, "; ")
+}
+
+// vmmLost is why v's VMM cannot be asked, so that its pauses and resets go
+// unnoticed.
+func vmmLost(v api.VM) string {
+	why, lost := strings.CutPrefix(v.VMM, "lost (")
+	if !lost {
+		return ""
+	}
+	return strings.TrimSuffix(why, ")")
 }

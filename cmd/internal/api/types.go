@@ -75,6 +75,7 @@ type VM struct {
 	Flows      int               `json:"flows"`
 	Endpoints  int               `json:"endpoints"` // of the VM's stack, those in TIME_WAIT among them
 	Engine     Engine            `json:"engine"`
+	VMM        string            `json:"vmm"` // running | paused | shutdown | reset | lost, and perhaps " (WHY)"; empty when none is asked
 	Since      Time              `json:"since"`
 }
 

@@ -140,7 +140,7 @@ func (d *Daemon) VMs() []api.VM {
 		vm := api.VM{
 			Name: v.Name, Attach: a.vm.Attach.String(), State: v.State.String(), Detail: v.Detail,
 			Node: a.vm.Node.String(), Gateway: a.vm.Gateway.String(), Generation: v.Generation,
-			Offloads: []string{}, Drops: map[string]uint64{}, Since: api.Time{Time: v.Since},
+			Offloads: []string{}, Drops: map[string]uint64{}, VMM: v.VMM, Since: api.Time{Time: v.Since},
 			Probe: api.Probe{OK: v.Probe.OK, At: api.Time{Time: v.Probe.At}, RTT: v.Probe.RTT.Seconds()},
 		}
 		if c := a.guest.config.Load().Docker; c != (DockerConfig{}) {
