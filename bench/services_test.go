@@ -34,6 +34,8 @@ func (closedGuest) DialUDP(netip.AddrPort) (relay.GuestPacketConn, error) {
 // A sayingCluster is a cluster of which is said what comes.
 type sayingCluster chan []kube.Service
 
+func (c sayingCluster) Endpoint() string { return "" }
+
 func (c sayingCluster) Follow(ctx context.Context, told func(kube.Update)) error {
 	for {
 		select {

@@ -64,6 +64,8 @@ type cluster interface {
 	// Follow calls told with what is learned, one call at a time, until ctx ends
 	// (its error) or following is not possible (why).
 	Follow(ctx context.Context, told func(kube.Update)) error
+	// Endpoint is the API server's URL, or what is known of it; any goroutine asks.
+	Endpoint() string
 }
 
 // ServicesOptions say whose Services are followed and where they are reached.
@@ -71,8 +73,6 @@ type ServicesOptions struct {
 	VM         string
 	Generation uint64
 	Cluster    cluster
-	// Endpoint is the API server's URL, for Status.
-	Endpoint string
 	// Node is the node's address, Gateway ours on its link; both are IPv4.
 	Node, Gateway netip.Addr
 	// Reach is ReachAuto, the default, or ReachNodePort.
@@ -111,18 +111,23 @@ type ServicesStatus struct {
 func NewServices(o ServicesOptions) *Services {
 	return &Services{
 		opts: o, log: o.Log.With("vm", o.VM),
-		status: ServicesStatus{Endpoint: o.Endpoint, Detail: "not asked yet"},
+		status: ServicesStatus{Detail: "not asked yet"},
 	}
 }
 
 // Name implements Source.
 func (s *Services) Name() string { return ServicesName }
 
+// Generation returns the life of the VM in which the API server is asked.
+func (s *Services) Generation() uint64 { return s.opts.Generation }
+
 // Status returns how it stands with the API server.
 func (s *Services) Status() ServicesStatus {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return s.status
+	status := s.status
+	status.Endpoint = s.opts.Cluster.Endpoint() // which may change with the kubeconfig
+	return status
 }
 
 // Run implements Source. It remembers from one run to the next what is needed to
@@ -154,7 +159,7 @@ func (s *Services) failed(err error, inRow int) {
 	s.status.Failures = max(before+1, inRow)
 	if before < warnAt && s.status.Failures >= warnAt {
 		s.log.Warn("Kubernetes API does not answer; listeners stay as they are",
-			"endpoint", s.opts.Endpoint, "failures", s.status.Failures, "err", s.status.Detail)
+			"endpoint", s.opts.Cluster.Endpoint(), "failures", s.status.Failures, "err", s.status.Detail)
 	}
 }
 
@@ -192,9 +197,9 @@ func (s *Services) answered(left int) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.status.Failures >= warnAt {
-		s.log.Info("Kubernetes API answers again", "endpoint", s.opts.Endpoint, "failures", s.status.Failures)
+		s.log.Info("Kubernetes API answers again", "endpoint", s.opts.Cluster.Endpoint(), "failures", s.status.Failures)
 	}
-	s.status = ServicesStatus{Endpoint: s.opts.Endpoint, Reachable: true, LastGood: time.Now()}
+	s.status = ServicesStatus{Reachable: true, LastGood: time.Now()}
 	if left > 0 {
 		s.status.Detail = fmt.Sprintf("the Services have %d ports more than the %d that are published", left, maxServicePorts)
 		if !s.full {

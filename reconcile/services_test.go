@@ -36,6 +36,8 @@ func newFakeCluster() *fakeCluster {
 	return &fakeCluster{say: make(chan kube.Update), fail: make(chan error)}
 }
 
+func (c *fakeCluster) Endpoint() string { return "https://10.0.2.2:6443" }
+
 func (c *fakeCluster) Follow(ctx context.Context, told func(kube.Update)) error {
 	for {
 		select {
@@ -67,7 +69,7 @@ func newServices(tb testing.TB, c cluster, change ...func(*ServicesOptions)) (*S
 	tb.Helper()
 	log, lines := newLog()
 	o := ServicesOptions{
-		VM: clusterVM, Generation: 1, Cluster: c, Endpoint: "https://10.0.2.2:6443",
+		VM: clusterVM, Generation: 1, Cluster: c,
 		Node: clusterNode, Gateway: clusterGateway, Log: log,
 	}
 	for _, f := range change {
@@ -195,7 +197,7 @@ func TestFB109Ingress(t *testing.T) {
 		{"no address beside one", list{{IP: "x"}, {IP: "192.168.5.7"}}, foreign},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			s, _ := newServices(t, nil)
+			s, _ := newServices(t, newFakeCluster())
 			svc := with(balanced(t, "web", "80"), func(svc *kube.Service) { svc.Ingress = c.ingress })
 			wants, _, _ := s.wants([]kube.Service{svc})
 			assert.Equal(t, []string{c.want}, lines(wants))
@@ -241,7 +243,7 @@ func TestServiceWants(t *testing.T) {
 		{"a node port is not what else is dialled", cluster, []string{"80=30080"}, nil, []string{"default/web:80/TCP 80:80/tcp"}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			s, _ := newServices(t, nil, c.options)
+			s, _ := newServices(t, newFakeCluster(), c.options)
 			svc := balanced(t, "web", c.ports...)
 			if c.edit != nil {
 				c.edit(&svc)
@@ -277,7 +279,7 @@ func TestFB113SourceRanges(t *testing.T) {
 		{[]string{"10.9.0.0/16", "0.0.0.0/0"}, ""},
 		{[]string{"::/0"}, ""},
 	} {
-		s, _ := newServices(t, nil)
+		s, _ := newServices(t, newFakeCluster())
 		wants, _, _ := s.wants([]kube.Service{with(balanced(t, "web", "80"), func(s *kube.Service) { s.SourceRanges = c.ranges })})
 		require.Len(t, wants[0].Specs, 1)
 		assert.Equal(t, c.want, wants[0].Specs[0].Allow, c.ranges)
@@ -487,7 +489,7 @@ func TestFB103FB106Edits(t *testing.T) {
 
 // FB-110: with reach: nodeport a NodePort that changes leads on.
 func TestFB110NodePortChanges(t *testing.T) {
-	s, _ := newServices(t, nil, nodePorts)
+	s, _ := newServices(t, newFakeCluster(), nodePorts)
 	spec := func(port string) listener.Spec {
 		wants, _, _ := s.wants([]kube.Service{balanced(t, "web", port)})
 		return wants[0].Specs[0]
@@ -576,7 +578,7 @@ func TestServicesBounded(t *testing.T) {
 		}
 		return svc
 	}
-	s, log := newServices(t, nil)
+	s, log := newServices(t, newFakeCluster())
 	out := make(chan Snapshot, 1)
 	for range 3 {
 		s.listed(t.Context(), []kube.Service{aged(balanced(t, "last", "1/UDP", "2/UDP"), 3), big("second", 2), big("first", 1)}, out)
@@ -595,7 +597,7 @@ func TestServicesBounded(t *testing.T) {
 
 // A name that is listed twice counts once.
 func TestServicesListedTwice(t *testing.T) {
-	s, _ := newServices(t, nil)
+	s, _ := newServices(t, newFakeCluster())
 	wants, uids, _ := s.wants([]kube.Service{aged(balanced(t, "web", "81"), 1), balanced(t, "web", "80")})
 	assert.Equal(t, []string{"default/web:80/TCP 80:80/tcp"}, lines(wants), "the older")
 	assert.Len(t, uids, 1)
@@ -661,7 +663,7 @@ func FuzzService(f *testing.F) {
 			Ingress: []kube.Ingress{{IP: ip, Mode: mode}, {Hostname: host}},
 		}
 		for _, reach := range []string{ReachAuto, ReachNodePort} {
-			s, _ := newServices(t, nil, func(o *ServicesOptions) { o.Reach = reach })
+			s, _ := newServices(t, newFakeCluster(), func(o *ServicesOptions) { o.Reach = reach })
 			wants, _, _ := s.wants([]kube.Service{svc})
 			for _, w := range wants {
 				p, err := ParseServicePort(w.Owner.ID)

@@ -60,7 +60,7 @@ func (g *guest) sources(generation uint64, l reconcile.Link) []reconcile.Source 
 			k.options.Dial = g.dialNode(stack.DialContext)
 		}
 		s := reconcile.NewServices(reconcile.ServicesOptions{
-			VM: g.vm.Name, Generation: generation, Cluster: k, Endpoint: k.endpoint(), Node: g.vm.Node,
+			VM: g.vm.Name, Generation: generation, Cluster: k, Node: g.vm.Node,
 			Gateway: g.vm.Gateway.Addr(), Reach: c.Reach, Policy: g.policy, Log: g.log,
 		})
 		g.services.Store(s)
@@ -169,15 +169,17 @@ func (e *engine) Watch(ctx context.Context, subscribed func(), changed func(dock
 const kubeconfigRetry = 2 * time.Second
 
 // A cluster is a client that is made once its kubeconfig can be used.
-type cluster struct{ options kube.Options }
+type cluster struct {
+	options kube.Options
+	client  atomic.Pointer[kube.Client]
+}
 
-// endpoint is the API server's URL, or the kubeconfig that does not tell.
-func (k *cluster) endpoint() string {
-	c, err := kube.New(k.options)
-	if err != nil {
-		return k.options.Kubeconfig
+// Endpoint is the API server's URL, or the kubeconfig that does not tell yet.
+func (k *cluster) Endpoint() string {
+	if c := k.client.Load(); c != nil {
+		return c.Endpoint()
 	}
-	return c.Endpoint()
+	return k.options.Kubeconfig
 }
 
 // Follow implements what reconcile.Services asks.
@@ -185,6 +187,7 @@ func (k *cluster) Follow(ctx context.Context, told func(kube.Update)) error {
 	for failures := 1; ; failures++ {
 		c, err := kube.New(k.options)
 		if err == nil {
+			k.client.Store(c)
 			defer func() { _ = c.Close() }()
 			return c.Follow(ctx, told)
 		}

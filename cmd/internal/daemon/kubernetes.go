@@ -23,11 +23,12 @@ func (d *Daemon) Kubernetes() []api.Kubernetes {
 		}
 		k := api.Kubernetes{VM: a.vm.Name, Wanted: !d.loop.Held(a.vm.Name, reconcile.ServicesName), Ports: []api.ServicePort{}}
 		k.API.Endpoint = a.guest.config.Load().Kubernetes.Kubeconfig
-		if s := a.guest.services.Load(); s != nil && a.current() != nil {
+		view, _ := d.vms.View(a.vm.Name)
+		// What was learned in an earlier life of the VM is no news.
+		if s := a.guest.services.Load(); s != nil && a.current() != nil && s.Generation() == view.Generation {
 			status := s.Status()
 			k.API, k.Failures = api.ClusterAPI{Endpoint: status.Endpoint, Reachable: status.Reachable, Detail: status.Detail}, status.Failures
 		} else {
-			view, _ := d.vms.View(a.vm.Name)
 			k.API.Detail = fmt.Sprintf("VM %s is %s", a.vm.Name, view.State)
 		}
 		for _, r := range rows {
