@@ -11,6 +11,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"runtime"
 	"strconv"
 	"strings"
 	"sync"
@@ -113,12 +114,27 @@ func (d *daemon) start(t *testing.T) {
 	d.cmd.Env = append(os.Environ(), "CULVERT_API="+d.api, "GOTRACEBACK=all")
 	d.cmd.Stderr = d.logs
 	d.cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
-	require.NoError(t, d.cmd.Start())
+	started := make(chan error)
+	starter() <- func() { started <- d.cmd.Start() }
+	require.NoError(t, <-started)
 	require.Eventually(t, func() bool {
 		_, code := d.cli("ls")
 		return code == 0
 	}, 10*time.Second, 50*time.Millisecond, "the API does not answer:\n%s", d.logs.tail(10))
 }
+
+// starter is a thread that lasts: a process is sent its Pdeathsig when the thread
+// that started it ends (prctl(2)), and those that have been in a namespace do.
+var starter = sync.OnceValue(func() chan<- func() {
+	starts := make(chan func())
+	go func() {
+		runtime.LockOSThread()
+		for start := range starts {
+			start()
+		}
+	}()
+	return starts
+})
 
 // stop asks the daemon to leave, as systemd does, and asserts that it leaves
 // well and leaves nothing behind (C-51).
