@@ -10,7 +10,7 @@ LINT := $(CACHE)/bin/golangci-lint-$(LINT_VERSION)
 export GOLANGCI_LINT_CACHE := $(CACHE)/lint$(subst /,-,$(CURDIR))
 
 # What a skip must not hide when the whole suite runs: see CULVERT_TEST_REQUIRE in README.md.
-REQUIRE := netns,tun,qemu,dpdk,rawsocket
+REQUIRE := netns,tun,qemu,dpdk,rawsocket,tshark
 FUZZTIME ?= 10s
 
 .PHONY: build check lint test demo bench bench-smoke fuzz clean need-go

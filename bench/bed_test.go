@@ -64,6 +64,11 @@ func openLoopback(tb testing.TB) *bed {
 //	client ── lo ── listener ── netstack ── tap ┊ tap0 ── server
 //	                this process                ┊ guest namespace
 func openTap(tb testing.TB) *bed {
+	return openTapAs(tb, func(att datapath.Attachment) datapath.Attachment { return att })
+}
+
+// openTapAs is openTap with the tap as wrap makes of it.
+func openTapAs(tb testing.TB, wrap func(datapath.Attachment) datapath.Attachment) *bed {
 	tb.Helper()
 	guest := datapathtest.NewNetNS(tb)
 	att, err := tap.Open(tap.Config{Name: "tap0", NetNS: guest.Path(), MTU: mtu})
@@ -82,7 +87,7 @@ func openTap(tb testing.TB) *bed {
 		}
 		return netlink.LinkSetUp(link)
 	}))
-	b := mustRelay(tb, att, node, gateway, 5*time.Second)
+	b := mustRelay(tb, wrap(att), node, gateway, 5*time.Second)
 	b.guest, b.server = guest, node
 	return b
 }

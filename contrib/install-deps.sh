@@ -17,7 +17,7 @@ die() { echo "install-deps: $*" >&2; exit 1; }
 # downloads it without installing it.
 build=(make ca-certificates)
 demo=(qemu-system-x86 busybox-static cpio gzip xz-utils zstd curl)
-test=(gcc libc6-dev iproute2 dpdk-dev ethtool) # the race detector needs a C compiler; testpmd is DPDK's
+test=(gcc libc6-dev iproute2 dpdk-dev ethtool tshark) # the race detector needs a C compiler; testpmd is DPDK's
 bench=(git iperf3)
 
 case ${1:-} in

@@ -168,18 +168,22 @@ func (h *held) reserve(all *[]*Reader, q *queuePair, frames []datapath.Frame, di
 			continue
 		}
 		first := len(h.slots)
+		at := int64(0) // asked for under mu, which keeps times in order, and only if it is needed
 		r.ring.mu.Lock()
-		at := q.link.tracer.now()
 		for i := range frames {
 			f := &frames[i]
 			if !r.matches(f, dir) {
 				continue
 			}
-			rec := record{at: at, link: q.link, queue: q.queue, dir: dir, hdr: f.Hdr, length: f.N, n: min(f.N, r.opts.Snap)}
+			rec := record{link: q.link, queue: q.queue, dir: dir, hdr: f.Hdr, length: f.N, n: min(f.N, r.opts.Snap)}
 			if why != nil {
 				rec.drop = dropOf(*why)
 			}
 			if s := r.ring.reserve(&rec); s != nil {
+				if at == 0 {
+					at = q.link.tracer.now()
+				}
+				s.rec.at = at
 				h.slots = append(h.slots, heldSlot{r, s, i})
 			}
 		}

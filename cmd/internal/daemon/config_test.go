@@ -43,6 +43,7 @@ exposeToLAN: true
 log: {level: debug, format: json}
 timeouts: {connect: 1s, halfClose: 10m, udpIdle: 2s, drain: 1s, bindRetry: 5s}
 limits: {flowBuffer: 64KiB, totalBuffers: 2MiB, flows: 10, udpFlows: 20}
+trace: {flightRecorder: 5000}
 vms:
   - name: one
     attach: tap:tap0,netns=/run/netns/x
@@ -55,6 +56,7 @@ publish: ["53:53/udp"]
 	require.NoError(t, err)
 	assert.Equal(t, Limits{64 << 10, 2 << 20, 10, 20}, c.Limits)
 	assert.Equal(t, LogConfig{"debug", "json"}, c.Log)
+	assert.Equal(t, TraceConfig{FlightRecorder: 5000}, c.Trace)
 	require.Len(t, c.specs(), 3)
 	for _, s := range c.specs() {
 		assert.Equal(t, "one", s.Target.VM)
@@ -125,6 +127,9 @@ func TestConfigErrors(t *testing.T) {
 		{"limits: {flowBuffer: 8MB}", "1:22", "not a size"},
 		{"limits: {flowBuffer: 1KiB}", "1:22", "less than 64KiB"},
 		{"limits: {totalBuffers: 1MiB}", "1:24", "less than limits.flowBuffer, \"8MiB\""},
+		{"trace: {flightRecorder: -1}", "1:25", "no number of frames from 0 to 1000000"},
+		{"trace: {flightRecorder: 1000001}", "1:25", "no number of frames"},
+		{"trace: {flightRecorder: yes}", "1:25", "no number of frames"},
 		{"limits: {flows: 0}", "1:17", "not a whole number"},
 		{"limits: {udpFlows: 1.5}", "1:20", "not a whole number"},
 		{"limits: {flowBuffer: 2GiB, totalBuffers: 4GiB}", "1:22", "more than 1GiB"},
