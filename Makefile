@@ -10,7 +10,7 @@ LINT := $(CACHE)/bin/golangci-lint-$(LINT_VERSION)
 export GOLANGCI_LINT_CACHE := $(CACHE)/lint$(subst /,-,$(CURDIR))
 
 # What a skip must not hide when the whole suite runs: see CULVERT_TEST_REQUIRE in README.md.
-REQUIRE := netns,tun,qemu,dpdk,rawsocket,tshark
+REQUIRE := netns,tun,qemu,dpdk,rawsocket,dockerd,engine,kube,dig,tshark
 FUZZTIME ?= 10s
 
 .PHONY: build check lint test demo bench bench-smoke fuzz clean need-go
@@ -26,7 +26,7 @@ need-go:
 # The everyday part: no root, no VM.
 check: need-go $(LINT)
 	@out=$$(gofmt -l $$(git ls-files -co --exclude-standard '*.go')); [ -z "$$out" ] || { echo "gofmt: $$out" >&2; exit 1; }
-	@for f in contrib/*.sh contrib/guest/*.sh .ci/run; do bash -n $$f || exit 1; done
+	@for f in contrib/*.sh contrib/*/*.sh .ci/run; do bash -n $$f || exit 1; done
 	go vet ./...
 	GOOS=darwin GOARCH=arm64 go build ./...
 	GOOS=darwin GOARCH=arm64 go vet ./...
@@ -47,8 +47,10 @@ test:
 	contrib/install-deps.sh test
 	$(MAKE) check
 	contrib/guest/build.sh
-	CULVERT_TEST_REQUIRE=$(REQUIRE) go test -race -timeout 30m -skip '^TestSuite(QEMU|Unixgram|VhostUser)' ./...
-	CULVERT_TEST_REQUIRE=$(REQUIRE) go test -count=1 -timeout 30m -run '^TestSuite' ./cmd/culvert
+	contrib/engine/build.sh
+	contrib/kube/build.sh
+	CULVERT_TEST_REQUIRE=$(REQUIRE) go test -race -timeout 30m -skip '^Test(Suite(QEMU|Unixgram|VhostUser)|ContainersQEMU)' ./...
+	CULVERT_TEST_REQUIRE=$(REQUIRE) go test -count=1 -timeout 30m -run '^Test(Suite|ContainersQEMU)' ./cmd/culvert
 	$(MAKE) bench-smoke
 
 # ATTACH=vhost-user shows that attachment instead of QEMU's socket.

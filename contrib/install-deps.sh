@@ -17,7 +17,8 @@ die() { echo "install-deps: $*" >&2; exit 1; }
 # downloads it without installing it.
 build=(make ca-certificates)
 demo=(qemu-system-x86 busybox-static cpio gzip xz-utils zstd curl)
-test=(gcc libc6-dev iproute2 dpdk-dev ethtool tshark) # the race detector needs a C compiler; testpmd is DPDK's
+# The race detector needs a C compiler; testpmd is DPDK's; the engine is a guest's.
+test=(gcc libc6-dev iproute2 dpdk-dev ethtool tshark docker.io iptables bind9-dnsutils debootstrap e2fsprogs)
 bench=(git iperf3)
 
 case ${1:-} in
