@@ -8,6 +8,7 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -68,9 +69,10 @@ func (m *monitor) run(t *testing.T, command string) {
 // A qmpEnv is an env whose daemon follows the VMM, which the test moves.
 type qmpEnv struct {
 	*env
-	vmm   *qemuBed
-	qmp   *monitor
-	hosts []string
+	vmm          *qemuBed
+	ours, theirs string // QMP sockets: the daemon's, and the test's
+	qmp          *monitor
+	hosts        []string
 }
 
 // A life is what `culvert vms -o json` says of a VM's lives.
@@ -105,37 +107,66 @@ func (e *qmpEnv) boots(t *testing.T, n int) {
 	e.assertBack(t, e.hosts)
 }
 
+// newQMP is a VM behind the attachment, for which nic is boot.sh's, with a daemon
+// that follows its monitor and has started; boot and the test's own monitor are
+// to come. rest is for QEMU as well.
+func newQMP(t *testing.T, attach string, nic []string, rest ...string) *qmpEnv {
+	t.Helper()
+	dir := shortTempDir(t)
+	e := &qmpEnv{ours: filepath.Join(dir, "qmp"), theirs: filepath.Join(dir, "control")}
+	e.vmm = newQEMU(t, attach, slices.Concat(nic, rest,
+		[]string{"-qmp", "unix:" + e.ours + ",server=on,wait=off", "-qmp", "unix:" + e.theirs + ",server=on,wait=off"})...)
+	e.env = &env{bed: e.vmm, base: freePorts(t, hostLen)}
+	e.d = newDaemon(t, attach, publishes(e.base))
+	e.d.follows(t, e.ours)
+	e.d.start(t)
+	return e
+}
+
+// up boots the VM, which is ready then.
+func (e *qmpEnv) up(t *testing.T) {
+	t.Helper()
+	e.boot(t)
+	e.qmp = mustMonitor(t, e.theirs)
+	e.d.waitReady(t)
+	e.hosts = e.env.hosts(t)
+}
+
 // TestQMP leads one QEMU, on one connection, through all that its monitor can say.
 func TestQMP(t *testing.T) {
 	needsTime(t)
-	dir := shortTempDir(t)
-	link, ours, theirs := filepath.Join(dir, "vm.sock"), filepath.Join(dir, "qmp"), filepath.Join(dir, "control")
-	b := newQEMU(t, "qemu:unix:"+link, "-netdev", "stream,id=n0,server=off,addr.type=unix,addr.path="+link,
-		"-qmp", "unix:"+ours+",server=on,wait=off", "-qmp", "unix:"+theirs+",server=on,wait=off",
+	link := filepath.Join(shortTempDir(t), "vm.sock")
+	e := newQMP(t, "qemu:unix:"+link, []string{"-netdev", "stream,id=n0,server=off,addr.type=unix,addr.path=" + link},
 		"-action", "reboot=reset,shutdown=pause") // boot.sh's guests end in both
-	e := &qmpEnv{env: &env{bed: b, base: freePorts(t, hostLen)}, vmm: b}
-	e.d = newDaemon(t, b.spec(), publishes(e.base))
-	e.d.follows(t, ours)
-	e.d.start(t)
-	assert.Equal(t, life{"waiting", "nothing has attached yet", "lost (QMP socket " + ours + ": nobody listens there)", 0}, e.life(t))
+	lost := "QMP socket " + e.ours + ": nobody listens there"
+	assert.Equal(t, life{"waiting", "nothing has attached yet", "lost (" + lost + ")", 0}, e.life(t))
 	out, code := e.d.cli("vms")
 	require.Zero(t, code)
-	assert.Contains(t, out, "nothing has attached yet; QMP socket "+ours+": nobody listens there")
+	assert.Contains(t, out, "nothing has attached yet; "+lost)
 
-	e.boot(t)
-	e.qmp = mustMonitor(t, theirs)
-	e.d.waitReady(t)
+	e.up(t)
 	assert.Equal(t, life{State: "ready", VMM: "running", Generation: 1}, e.life(t))
-	e.hosts = e.env.hosts(t)
 	e.run(t,
 		testCase{"Pause", e.testPause},
 		testCase{"FB122", e.testStopped},
 		testCase{"Reset", e.testReset},
 		testCase{"Shutdown", e.testShutdown},
 		testCase{"Quit", e.testQuit},
-		testCase{"Stop", func(t *testing.T, e *env) { e.d.stop(t) }},
+		testCase{"Stop", testStopIdle},
 	)
 }
+
+// TestQMPVhostUser is a pause that stops rings, too.
+func TestQMPVhostUser(t *testing.T) {
+	needsTime(t)
+	attach := "vhost-user:" + filepath.Join(shortTempDir(t), "vm.sock")
+	e := newQMP(t, attach, []string{attach})
+	e.up(t)
+	e.run(t, testCase{"Pause", e.testPause}, testCase{"FB126", e.testFB126}, testCase{"Stop", testStopIdle})
+}
+
+// testStopIdle is testStop without a flow.
+func testStopIdle(t *testing.T, e *env) { e.d.stop(t) }
 
 // follows gives the daemon's VM a QMP socket, before the daemon is started.
 func (d *daemon) follows(t *testing.T, qmp string) {
@@ -204,6 +235,43 @@ func (e *qmpEnv) flowStates(t *testing.T) map[string]int {
 		}
 	}
 	return n
+}
+
+// testFB126: 500 clients a second find the guest paused. Each is told within the
+// bound of C-15, and none of it hurts the guest, nor the flow that was there.
+func (e *qmpEnv) testFB126(t *testing.T, _ *env) {
+	const rate, seconds = 500, 4
+	c := e.dial(t, portEcho)
+	mustEcho(t, c, "before")
+	e.qmp.run(t, "stop")
+	e.becomes(t, "paused")
+	ends := make(chan error, rate*seconds)
+	tick := time.NewTicker(time.Second / rate)
+	defer tick.Stop()
+	for range cap(ends) {
+		<-tick.C
+		go func() {
+			late, err := e.tryDial(portEcho)
+			if err == nil {
+				err = late.SetDeadline(time.Now().Add(20 * time.Second)) // of 3, on a busy host
+			}
+			if err == nil {
+				_, err = io.Copy(io.Discard, late)
+				_ = late.Close()
+			}
+			ends <- err
+		}()
+	}
+	for range cap(ends) {
+		err := <-ends
+		require.True(t, isReset(err), "%v", err)
+	}
+	e.qmp.run(t, "cont")
+	mustEcho(t, c, "after")
+	assert.Equal(t, 1, e.becomes(t, "ready").Generation)
+	require.Empty(t, each(100, 8, e.askLine))
+	e.assertBack(t, e.hosts)
+	assert.NotContains(t, e.vmm.serial.String(), "not a head", "what a guest says of a ring that was written to while it was paused")
 }
 
 // testStopped: daemon and VMM stand still for a while, as when the host sleeps,
