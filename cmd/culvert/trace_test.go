@@ -201,14 +201,63 @@ func TestTraceLines(t *testing.T) {
 		}
 	})
 	out, errs, code := cli(t, "--api", d.socket, "trace", "--vm", "vm1", "-c", "3", "-f", "tcp dst port 7 and greater 1000")
+	piped, pipedErrs, pipedCode := cli(t, "--api", d.socket, "trace", "-w", "-", "-c", "2", "-s", "60")
 	cancel()
 	asking.Wait()
+	assert.Zero(t, pipedCode, pipedErrs)
+	assert.Contains(t, pipedErrs, "2 frames, 0 lost")
+	r := trace.NewBlockReader(strings.NewReader(piped))
+	for packets := 0; packets < 2; {
+		b, err := r.Next()
+		require.NoError(t, err)
+		if p, err := b.Packet(); err == nil {
+			packets++
+			assert.LessOrEqual(t, len(p.Data), 60)
+		}
+	}
 	assert.Zero(t, code, errs)
 	assert.Contains(t, errs, "3 frames, 0 lost")
 	assert.Equal(t, 3, strings.Count(out, "\n"), out)
 	for line := range strings.Lines(out) {
 		assert.Regexp(t, `^\d\d:\d\d:\d\d\.\d{6} vm1/q0 Out IP 10\.0\.2\.1\.\d+ > 10\.0\.2\.2\.7: Flags \[P?\.\], seq \d+:\d+, ack \d+, win \d+, length 1000, owner config 127.0.0.1:0:7/tcp`, line)
 	}
+}
+
+// TestTraceDaemonEnds: a daemon that ends ends its traces in order.
+func TestTraceDaemonEnds(t *testing.T) {
+	d := startDaemon(t, "vms: [{name: vm1, attach: memory}]")
+	d.attachEcho(t)
+	_, errs, code := cli(t, "--api", d.socket, "wait", "--timeout", "20s")
+	require.Zero(t, code, errs)
+	file := filepath.Join(t.TempDir(), "vm1.pcapng")
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		_, errs, code = cli(t, "--api", d.socket, "trace", "-w", file)
+	}()
+	require.Eventually(t, func() bool {
+		info, err := os.Stat(file)
+		return err == nil && info.Size() > 0
+	}, 20*time.Second, time.Millisecond)
+	d.stop(t)
+	<-done
+	assert.Equal(t, 1, code)
+	assert.Contains(t, errs, " 0 lost\nculvert: the daemon has ended\n")
+	b, err := os.ReadFile(file)
+	require.NoError(t, err)
+	kinds := map[uint32]int{}
+	r := trace.NewBlockReader(bytes.NewReader(b))
+	for {
+		block, err := r.Next()
+		if err == io.EOF {
+			break
+		}
+		require.NoError(t, err)
+		kinds[block.Kind]++
+	}
+	assert.Equal(t, 1, kinds[trace.BlockSection])
+	assert.Equal(t, 1, kinds[trace.BlockInterface])
+	assert.Equal(t, 1, kinds[trace.BlockStatistics])
 }
 
 // TestTraceDrops: a frame that was dropped is shown with the reason.

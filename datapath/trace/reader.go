@@ -41,6 +41,7 @@ type Reader struct {
 	opts   ReaderOptions
 	number int // below MaxReaders, none else's of those open
 	ring   *ring
+	start  time.Time
 	done   chan struct{}
 	once   sync.Once
 
@@ -76,7 +77,7 @@ func (t *Tracer) open(o ReaderOptions, slots, size int) (*Reader, error) {
 		o.Snap = DefaultSnap
 	}
 	r := &Reader{
-		tracer: t, opts: o, ring: newRing(slots, size), done: make(chan struct{}), ifaces: make(map[iface]*counted),
+		tracer: t, opts: o, ring: newRing(slots, size), start: time.Now(), done: make(chan struct{}), ifaces: make(map[iface]*counted),
 	}
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -110,6 +111,10 @@ func (r *Reader) Close() {
 		close(r.done)
 	})
 }
+
+// now is the wall clock's time of the beginning and the monotonic time since, in
+// nanoseconds: it never falls, whatever the wall clock does (C-52).
+func (r *Reader) now() int64 { return r.start.UnixNano() + int64(time.Since(r.start)) }
 
 // Lost returns how many records there was no room for.
 func (r *Reader) Lost() uint64 { return r.ring.total.Load() }
@@ -145,7 +150,7 @@ func (r *Reader) noteDrop(l *link, why datapath.DropReason) {
 		return
 	}
 	r.ring.mu.Lock()
-	s := r.ring.reserve(&record{at: r.tracer.now(), link: l, queue: drops, drop: dropOf(why), noted: true})
+	s := r.ring.reserve(&record{at: r.now(), link: l, queue: drops, drop: dropOf(why), noted: true})
 	r.ring.mu.Unlock()
 	if s != nil {
 		s.state.Store(ready)
@@ -311,7 +316,7 @@ func (r *Reader) statistics() {
 		delete(r.ring.lost, src) // told here, and so not by the next record
 	}
 	r.ring.mu.Unlock()
-	at := r.tracer.now()
+	at := r.now()
 	for _, c := range r.order {
 		r.out = AppendStatistics(r.out, c.id, at, c.seen, c.lost)
 	}

@@ -36,7 +36,7 @@ type slot struct {
 
 // A record is what is kept of one frame.
 type record struct {
-	at     int64 // Tracer.now
+	at     int64 // Reader.now
 	link   *link
 	queue  int
 	dir    Direction
@@ -181,7 +181,7 @@ func (h *held) reserve(all *[]*Reader, q *queuePair, frames []datapath.Frame, di
 			}
 			if s := r.ring.reserve(&rec); s != nil {
 				if at == 0 {
-					at = q.link.tracer.now()
+					at = r.now()
 				}
 				s.rec.at = at
 				h.slots = append(h.slots, heldSlot{r, s, i})

@@ -51,7 +51,6 @@ type Options struct {
 // concurrent use.
 type Tracer struct {
 	opts    Options
-	start   time.Time // readers' times count from it, monotonically
 	readers atomic.Pointer[[]*Reader]
 
 	mu      sync.Mutex
@@ -61,12 +60,8 @@ type Tracer struct {
 
 // New returns a Tracer that nobody reads yet.
 func New(o Options) *Tracer {
-	return &Tracer{opts: o, start: time.Now(), flights: make(map[string]*Recorder)}
+	return &Tracer{opts: o, flights: make(map[string]*Recorder)}
 }
-
-// now is the wall clock's time of the start and the monotonic time since, in
-// nanoseconds: it never falls.
-func (t *Tracer) now() int64 { return t.start.UnixNano() + int64(time.Since(t.start)) }
 
 // Wrap returns att with its frames traced as those of vm. Everything else of att
 // is as it was: its offloads, its counters, its end. The error is the flight
@@ -183,7 +178,7 @@ func (q *queuePair) WriteBatch(frames []datapath.Frame) (int, error) {
 	h.publish(n)
 	helds.Put(h)
 	if q.flight != nil {
-		at := q.link.tracer.now()
+		at := time.Now().UnixNano()
 		for i := range frames[:n] {
 			q.flight.record(at, q.queue, Outbound, &frames[i], 0)
 		}
@@ -202,7 +197,7 @@ func (q *queuePair) ReadBatch(frames []datapath.Frame, get func(n int) [][]byte)
 	q.batch = frames[:n]
 	q.pending.reserve(all, q, q.batch, Inbound, nil)
 	if q.flight != nil {
-		at := q.link.tracer.now()
+		at := time.Now().UnixNano()
 		for i := range q.batch {
 			q.flown = append(q.flown, q.flight.record(at, q.queue, Inbound, &q.batch[i], 0))
 		}
@@ -237,7 +232,7 @@ func (q *queuePair) DroppedFromGuest(f *datapath.Frame, why datapath.DropReason)
 func (q *queuePair) DroppedToGuest(f *datapath.Frame, why datapath.DropReason) {
 	q.dropped(f, Outbound, why)
 	if q.flight != nil {
-		q.flight.record(q.link.tracer.now(), q.queue, Outbound, f, dropOf(why))
+		q.flight.record(time.Now().UnixNano(), q.queue, Outbound, f, dropOf(why))
 	}
 }
 
