@@ -45,6 +45,15 @@ var dropNames = [numDropReasons]string{
 	"spoofed-source", "unwanted", "queue-full", "link-down", "no-memory", "rejected",
 }
 
+// DropReasons returns all reasons there are.
+func DropReasons() []DropReason {
+	all := make([]DropReason, numDropReasons)
+	for i := range all {
+		all[i] = DropReason(i)
+	}
+	return all
+}
+
 // String returns the reason's name, as in `culvert vms` and the metrics.
 func (r DropReason) String() string {
 	if r >= numDropReasons {

@@ -137,6 +137,9 @@ func (n *Names) Has(name string) bool {
 // first; at most 64. The caller must not write to the slice.
 func (n *Names) Reverse(addr netip.Addr) []string { return n.table.Load().back[addr.Unmap()] }
 
+// Len returns how many names there are.
+func (n *Names) Len() int { return len(n.table.Load().names) }
+
 // Views returns the names in force, sorted.
 func (n *Names) Views() []NameView {
 	t := n.table.Load()

@@ -32,6 +32,15 @@ type Totals struct {
 	ToHost  uint64
 }
 
+// NewTotals returns Totals that have counted nothing.
+func NewTotals() *Totals {
+	t := &Totals{Refused: make(map[string]uint64, len(refusals))}
+	for _, reason := range refusals {
+		t.Refused[reason] = 0
+	}
+	return t
+}
+
 // A RowsKey is what rows are counted by.
 type RowsKey struct {
 	VM    string
@@ -69,10 +78,7 @@ func (f *Forwarder) retire(rows []*row) {
 func sumOf(sums map[TotalsKey]*Totals, key TotalsKey) *Totals {
 	t := sums[key]
 	if t == nil {
-		t = &Totals{Refused: make(map[string]uint64, len(refusals))}
-		for _, reason := range refusals {
-			t.Refused[reason] = 0
-		}
+		t = NewTotals()
 		sums[key] = t
 	}
 	return t

@@ -52,7 +52,7 @@ func runDaemon(cmd *cobra.Command, file string, over daemon.Overrides, hurry <-c
 	hangup := make(chan os.Signal, 1)
 	signal.Notify(hangup, syscall.SIGHUP)
 	defer signal.Stop(hangup)
-	opts := daemon.Options{Log: log, Hangup: hangup, Hurry: hurry}
+	opts := daemon.Options{Log: log, Version: version + revision(), Hangup: hangup, Hurry: hurry}
 	if file != "" {
 		opts.Reload = load
 	}

@@ -21,7 +21,8 @@ import (
 // A Config is what a daemon is started with: checked, with every default in
 // its place.
 type Config struct {
-	API         string // the API's socket
+	API         string         // the API's socket
+	Metrics     netip.AddrPort // where metrics are served; not valid for nowhere
 	ExposeToLAN bool
 	Log         LogConfig
 	Timeouts    Timeouts
@@ -186,7 +187,10 @@ func (r *reader) resolve(f *fileConfig) (*Config, error) {
 		return nil, r.at("$.api", err)
 	}
 	if f.Metrics != "" {
-		return nil, r.at("$.metrics", errLater)
+		var err error
+		if c.Metrics, err = netip.ParseAddrPort(f.Metrics); err != nil {
+			return nil, r.at("$.metrics", fmt.Errorf("%q is not an IP address and port such as 127.0.0.1:9464", f.Metrics))
+		}
 	}
 	if !slices.Contains([]string{"debug", "info", "warn", "error"}, f.Log.Level) {
 		return nil, r.at("$.log.level", fmt.Errorf("%q is none of debug, info, warn, error", f.Log.Level))

@@ -30,7 +30,8 @@ const apiGrace = 200 * time.Millisecond
 
 // Options is what a Daemon needs beside its config.
 type Options struct {
-	Log *slog.Logger
+	Log     *slog.Logger
+	Version string // the binary's, as the metrics show it
 	// Reload reads the config anew; it is called for every value of Hangup. Nil
 	// where there is none.
 	Reload func() (*Config, error)
@@ -102,6 +103,12 @@ func Run(ctx context.Context, c *Config, o Options) (err error) {
 	d.server = api.NewServer(d)
 	d.tracer = d.newTracer(c)
 	dns, err := d.listenNames(c.Names)
+	var metrics *metricsServer
+	if err == nil {
+		if metrics, err = d.listenMetrics(c.Metrics, dns); err != nil && dns != nil {
+			_ = dns.Close()
+		}
+	}
 	if err != nil {
 		d.forwarder.Shutdown(context.Background())
 		_ = socket.Close()
@@ -138,6 +145,7 @@ func Run(ctx context.Context, c *Config, o Options) (err error) {
 		}
 		grace, cancel := context.WithTimeout(context.Background(), apiGrace)
 		defer cancel()
+		metrics.shutdown(grace)
 		d.server.Shutdown(grace)
 	}
 
@@ -155,6 +163,7 @@ func Run(ctx context.Context, c *Config, o Options) (err error) {
 			d.log.Error("API ended", "err", err)
 		}
 	})
+	metrics.serve()
 	d.log.Info("ready", "api", c.API, "vms", len(c.VMs), "publishes", len(c.specs()))
 	notify(d.log, daemon.SdNotifyReady)
 	if o.Started != nil {
@@ -313,7 +322,7 @@ func (d *Daemon) reload(ctx context.Context) {
 	for key, same := range map[string]bool{
 		"api": c.API == d.config.API, "exposeToLAN": c.ExposeToLAN == d.config.ExposeToLAN,
 		"timeouts": c.Timeouts == d.config.Timeouts, "limits": c.Limits == d.config.Limits, "log": c.Log == d.config.Log,
-		"names": c.Names == d.config.Names, "trace": c.Trace == d.config.Trace,
+		"names": c.Names == d.config.Names, "trace": c.Trace == d.config.Trace, "metrics": c.Metrics == d.config.Metrics,
 	} {
 		if !same {
 			d.log.Warn("config key needs a restart to change; the running value stays", "key", key)
@@ -353,8 +362,8 @@ func (d *Daemon) reload(ctx context.Context) {
 		}
 	}
 	applied := *c
-	applied.API, applied.ExposeToLAN, applied.Timeouts, applied.Limits, applied.Log, applied.Names, applied.Trace =
-		d.config.API, d.config.ExposeToLAN, d.config.Timeouts, d.config.Limits, d.config.Log, d.config.Names, d.config.Trace
+	applied.API, applied.ExposeToLAN, applied.Timeouts, applied.Limits, applied.Log, applied.Names, applied.Trace, applied.Metrics =
+		d.config.API, d.config.ExposeToLAN, d.config.Timeouts, d.config.Limits, d.config.Log, d.config.Names, d.config.Trace, d.config.Metrics
 	applied.VMs = nil
 	for _, vm := range c.VMs {
 		if _, ok := now[vm.Name]; ok {

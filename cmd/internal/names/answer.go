@@ -12,6 +12,7 @@ const reverseZone = "77.127.in-addr.arpa."
 
 // ServeDNS implements dns.Handler: it answers one query.
 func (s *Server) ServeDNS(w dns.ResponseWriter, req *dns.Msg) {
+	w = counted{w, &s.answered}
 	resp, ours := s.answer(req)
 	if !ours {
 		s.forward(w, req)

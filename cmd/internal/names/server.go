@@ -74,6 +74,7 @@ type Server struct {
 	table     Table
 	log       *slog.Logger
 	addr      netip.AddrPort
+	answered  rcodes
 
 	ctx    context.Context // ends with Close
 	cancel context.CancelFunc

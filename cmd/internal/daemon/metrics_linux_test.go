@@ -1,0 +1,546 @@
+package daemon
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"net/http"
+	"net/netip"
+	"path/filepath"
+	"regexp"
+	"runtime"
+	"slices"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/culvertnet/culvert/cmd/internal/api"
+	"github.com/culvertnet/culvert/datapath"
+	"github.com/culvertnet/culvert/datapath/memory"
+	"github.com/culvertnet/culvert/datapath/virtio"
+	"github.com/culvertnet/culvert/reconcile"
+	"github.com/culvertnet/culvert/stack"
+	"github.com/culvertnet/culvert/stack/listener"
+	"github.com/culvertnet/culvert/stack/netstack"
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/testutil/promlint"
+	dto "github.com/prometheus/client_model/go"
+	"github.com/prometheus/common/expfmt"
+	"github.com/prometheus/common/model"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+)
+
+// Whole daemons, with guests in memory:
+//
+//	http ── metrics ── Run ── memory.Pair ── a second stack with an echo server
+
+const patience = 30 * time.Second
+
+// A bed is a daemon that runs until the test ends.
+type bed struct {
+	metrics string // its address
+	client  *api.Client
+	health  http.Client // of the API's socket
+	guests  chan datapath.Attachment
+}
+
+var metricsAt = regexp.MustCompile(`msg="serving metrics" listen=(\S+)`)
+
+// start runs a daemon with a config to which the API's socket and the metrics are
+// added, and returns when it serves.
+func start(t *testing.T, config string) *bed {
+	t.Helper()
+	noLeaks(t)
+	socket := filepath.Join(t.TempDir(), "api.sock")
+	c, err := ParseConfig("c.yaml", []byte("metrics: 127.0.0.1:0\n"+config), Overrides{APISocket: socket})
+	require.NoError(t, err)
+	b := &bed{client: api.NewClient(socket), guests: make(chan datapath.Attachment, 4)}
+	b.health.Transport = &http.Transport{DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+		return new(net.Dialer).DialContext(ctx, "unix", socket)
+	}}
+	var log bytes.Buffer // written before Started is called, read after
+	ctx, end := context.WithCancel(context.Background())
+	started, ended := make(chan struct{}), make(chan error, 1)
+	var quiet atomic.Bool
+	go func() {
+		ended <- Run(ctx, c, Options{
+			Log: slog.New(slog.NewTextHandler(writer(func(p []byte) {
+				if !quiet.Load() {
+					log.Write(p)
+				}
+			}), nil)),
+			Version: "v1.2.3", Memory: func(ctx context.Context) (datapath.Attachment, error) {
+				select {
+				case att := <-b.guests:
+					return att, nil
+				case <-ctx.Done():
+					return nil, ctx.Err()
+				}
+			},
+			Started: func() { quiet.Store(true); close(started) },
+		})
+	}()
+	t.Cleanup(func() {
+		b.client.Close()
+		b.health.CloseIdleConnections()
+		http.DefaultClient.CloseIdleConnections()
+		end()
+		assert.NoError(t, <-ended)
+	})
+	select {
+	case <-started:
+	case err := <-ended:
+		ended <- nil
+		require.FailNow(t, "the daemon does not start", "%v", err)
+	}
+	m := metricsAt.FindSubmatch(log.Bytes())
+	require.NotNil(t, m, "%s", log.Bytes())
+	b.metrics = string(m[1])
+	return b
+}
+
+// noLeaks fails the test when its end leaves a goroutine.
+func noLeaks(t *testing.T) {
+	t.Helper()
+	before := runtime.NumGoroutine()
+	t.Cleanup(func() {
+		for wait := 0; runtime.NumGoroutine() > before; wait++ {
+			if wait == 300 {
+				buf := make([]byte, 1<<18)
+				t.Errorf("goroutines are left:\n%s", buf[:runtime.Stack(buf, true)])
+				return
+			}
+			time.Sleep(10 * time.Millisecond)
+		}
+	})
+}
+
+type writer func([]byte)
+
+func (w writer) Write(p []byte) (int, error) { w(p); return len(p), nil }
+
+// A guestEnd is the guest's end of a link. A mute one loses what the guest sends.
+type guestEnd struct {
+	datapath.Attachment
+	pairs []datapath.QueuePair
+	mute  atomic.Bool
+}
+
+func (g *guestEnd) QueuePairs() []datapath.QueuePair { return g.pairs }
+
+type mutablePair struct {
+	datapath.QueuePair
+	end *guestEnd
+}
+
+func (p mutablePair) WriteBatch(frames []datapath.Frame) (int, error) {
+	if p.end.mute.Load() {
+		return len(frames), nil
+	}
+	return p.QueuePair.WriteBatch(frames)
+}
+
+// attach gives the daemon a guest that echoes at TCP port 80 and has no other
+// port, and waits until the VM is ready.
+func (b *bed) attach(t *testing.T, vm string) *guestEnd {
+	t.Helper()
+	offloads := virtio.OffloadCSum | virtio.OffloadTSO4
+	ours, theirs := memory.Pair(memory.Options{ToGuest: offloads, FromGuest: offloads})
+	g := &guestEnd{Attachment: theirs}
+	for _, qp := range theirs.QueuePairs() {
+		g.pairs = append(g.pairs, mutablePair{qp, g})
+	}
+	s, err := netstack.New(g, netstack.Options{
+		Node: netip.MustParseAddr("10.0.2.1"), Gateway: netip.MustParsePrefix("10.0.2.2/24"), MTU: 1500, Seed: "guest",
+	})
+	require.NoError(t, err)
+	l, err := s.ListenTCP(80)
+	require.NoError(t, err)
+	ended := make(chan struct{})
+	go func() {
+		defer close(ended)
+		for {
+			c, err := l.Accept()
+			if err != nil {
+				return
+			}
+			_, _ = io.Copy(c, c)
+			c.Close()
+		}
+	}()
+	t.Cleanup(func() {
+		s.Close()
+		<-ended
+	})
+	b.guests <- ours
+	b.waitState(t, vm, "ready")
+	return g
+}
+
+func (b *bed) vm(t *testing.T, name string) api.VM {
+	t.Helper()
+	vms, err := b.client.VMs(t.Context())
+	require.NoError(t, err)
+	i := slices.IndexFunc(vms, func(vm api.VM) bool { return vm.Name == name })
+	require.GreaterOrEqual(t, i, 0, "no VM %s", name)
+	return vms[i]
+}
+
+func (b *bed) waitState(t *testing.T, vm, state string) {
+	t.Helper()
+	require.Eventually(t, func() bool { return b.vm(t, vm).State == state }, patience, 20*time.Millisecond, "%s is not %s", vm, state)
+}
+
+// text scrapes.
+func (b *bed) text(t *testing.T) string {
+	t.Helper()
+	resp, err := http.Get("http://" + b.metrics + "/metrics")
+	require.NoError(t, err)
+	defer resp.Body.Close()
+	text, err := io.ReadAll(resp.Body)
+	require.NoError(t, err)
+	require.Equal(t, http.StatusOK, resp.StatusCode, "%s", text)
+	assert.Contains(t, resp.Header.Get("Content-Type"), "text/plain")
+	return string(text)
+}
+
+// A shown is what one scrape shows, by the name of the metric.
+type shown map[string]*dto.MetricFamily
+
+func (b *bed) scrape(t *testing.T) shown {
+	t.Helper()
+	parser := expfmt.NewTextParser(model.LegacyValidation)
+	families, err := parser.TextToMetricFamilies(strings.NewReader(b.text(t)))
+	require.NoError(t, err)
+	return families
+}
+
+// find returns the value of the one series with the labels, given as "name=value".
+func (s shown) find(name string, labels ...string) (v float64, ok bool) {
+	f := s["culvert_"+name]
+	if f == nil {
+		return 0, false
+	}
+	for _, m := range f.Metric {
+		left := slices.Clone(labels)
+		for _, l := range m.Label {
+			left = slices.DeleteFunc(left, func(want string) bool { return want == l.GetName()+"="+l.GetValue() })
+		}
+		if len(left) == 0 {
+			return m.GetGauge().GetValue() + m.GetCounter().GetValue() + float64(m.GetHistogram().GetSampleCount()), true
+		}
+	}
+	return 0, false
+}
+
+func (s shown) value(t *testing.T, name string, labels ...string) float64 {
+	t.Helper()
+	v, ok := s.find(name, labels...)
+	require.True(t, ok, "no culvert_%s%v in the scrape", name, labels)
+	return v
+}
+
+func (s shown) absent(t *testing.T, name string, labels ...string) {
+	t.Helper()
+	_, ok := s.find(name, labels...)
+	assert.False(t, ok, "culvert_%s%v is in the scrape", name, labels)
+}
+
+// full is a config with everything in it that makes metrics.
+const full = `
+names: {listen: "127.0.0.1:0"}
+vms:
+  - name: a
+    attach: memory
+    docker: tcp://10.0.2.2:2375
+    kubernetes: {kubeconfig: /nonexistent/k3s.yaml}
+    publish: ["0:80", "0:81", "0:53/udp"]
+  - name: b
+    attach: qemu:unix:/nonexistent/vm.sock,dial
+`
+
+// echo sends a line through a published port and reads it back.
+func echo(t *testing.T, at string) {
+	t.Helper()
+	c, err := net.Dial("tcp", at)
+	require.NoError(t, err)
+	defer c.Close()
+	require.NoError(t, c.SetDeadline(time.Now().Add(patience)))
+	_, err = c.Write([]byte("0123456789"))
+	require.NoError(t, err)
+	_, err = io.ReadFull(c, make([]byte, 10))
+	require.NoError(t, err)
+}
+
+// bound returns where the row that leads to a guest port is bound.
+func (b *bed) bound(t *testing.T, guest string) string {
+	t.Helper()
+	rows, err := b.client.Listeners(t.Context(), "")
+	require.NoError(t, err)
+	i := slices.IndexFunc(rows, func(r api.Listener) bool { return r.Guest == guest && r.State == "forwarded" })
+	require.GreaterOrEqual(t, i, 0, "%s: %+v", guest, rows)
+	return rows[i].Bound[0]
+}
+
+func TestMetrics(t *testing.T) {
+	b := start(t, full)
+	s := b.scrape(t)
+	assert.EqualValues(t, 1, s.value(t, "build_info", "version=v1.2.3", "goversion="+runtime.Version()))
+	assert.EqualValues(t, 1, s.value(t, "vm_state", "vm=a", "state=waiting"))
+	assert.EqualValues(t, 0, s.value(t, "vm_state", "vm=a", "state=ready"))
+	assert.EqualValues(t, 3, s.value(t, "listeners", "vm=a", "kind=config", "state=pending"))
+	assert.EqualValues(t, 0, s.value(t, "flows_total", "vm=b", "protocol=udp"), "there before the first")
+	assert.EqualValues(t, 0, s.value(t, "refused_total", "vm=a", "protocol=tcp", "reason=timeout"))
+	s.absent(t, "vm_probe_timestamp_seconds", "vm=a")
+	s.absent(t, "vm_last_frame_timestamp_seconds", "vm=a")
+	s.absent(t, "link_frames_total", "vm=a")
+	assert.EqualValues(t, 0, s.value(t, "engine_reachable", "vm=a"))
+	s.absent(t, "engine_reachable", "vm=b")
+	s.absent(t, "cluster_reachable", "vm=b")
+	assert.EqualValues(t, 1, s.value(t, "cluster_wanted", "vm=a"))
+	assert.EqualValues(t, 0, s.value(t, "names"))
+
+	began := float64(time.Now().Unix())
+	b.attach(t, "a")
+	echo(t, b.bound(t, "10.0.2.2:80"))
+	if c, err := net.Dial("tcp", b.bound(t, "10.0.2.2:81")); err == nil { // else it was reset already
+		_, err = c.Read(make([]byte, 1))
+		require.Error(t, err, "nobody serves there")
+		c.Close()
+	}
+	require.Eventually(t, func() bool { // the engine and the kubeconfig are not there
+		s = b.scrape(t)
+		return s.value(t, "engine_failures", "vm=a") > 0 && s.value(t, "cluster_failures", "vm=a") > 0 &&
+			s.value(t, "flows", "vm=a", "protocol=tcp") == 0
+	}, patience, 50*time.Millisecond)
+	assert.EqualValues(t, 1, s.value(t, "vm_state", "vm=a", "state=ready"))
+	assert.EqualValues(t, 1, s.value(t, "vm_state", "vm=b", "state=waiting"))
+	assert.EqualValues(t, 1, s.value(t, "vm_generation", "vm=a"))
+	assert.EqualValues(t, 1, s.value(t, "vm_probe_ok", "vm=a"))
+	assert.Greater(t, s.value(t, "vm_probe_timestamp_seconds", "vm=a"), began-1)
+	assert.Greater(t, s.value(t, "vm_last_frame_timestamp_seconds", "vm=a"), began-1)
+	assert.Positive(t, s.value(t, "vm_probe_rtt_seconds", "vm=a"))
+	assert.EqualValues(t, 1, s.value(t, "vm_queues", "vm=a"))
+	assert.EqualValues(t, 1, s.value(t, "vm_offload", "vm=a", "offload=tso4"))
+	assert.EqualValues(t, 3, s.value(t, "listeners", "vm=a", "kind=config", "state=forwarded"))
+	assert.EqualValues(t, 2, s.value(t, "flows_total", "vm=a", "protocol=tcp"))
+	assert.EqualValues(t, 10, s.value(t, "bytes_total", "vm=a", "protocol=tcp", "direction=to_guest"))
+	assert.EqualValues(t, 10, s.value(t, "bytes_total", "vm=a", "protocol=tcp", "direction=to_host"))
+	assert.EqualValues(t, 1, s.value(t, "refused_total", "vm=a", "protocol=tcp", "reason=refused"))
+	assert.Positive(t, s.value(t, "link_frames_total", "vm=a", "direction=to_guest"))
+	assert.Positive(t, s.value(t, "link_bytes_total", "vm=a", "direction=to_host"))
+	assert.Zero(t, s.value(t, "drops_total", "vm=a", "reason=bad-checksum"))
+	assert.Positive(t, s.value(t, "stack_resets_received_total", "vm=a"), "the refused flow")
+	assert.EqualValues(t, 0, s.value(t, "cluster_reachable", "vm=a"))
+	assert.EqualValues(t, 1, s.value(t, "reconcile_snapshots_total", "source=static"))
+	assert.Positive(t, s.value(t, "reconcile_publishes_total"))
+	assert.Positive(t, s.value(t, "reconcile_apply_duration_seconds"))
+	assert.Contains(t, s, "go_goroutines")
+	assert.Contains(t, s, "process_open_fds")
+
+	require.NoError(t, b.wantKubernetes(t, "a", false))
+	assert.EqualValues(t, 0, b.scrape(t).value(t, "cluster_wanted", "vm=a"))
+}
+
+func (b *bed) wantKubernetes(t *testing.T, vm string, wanted bool) error {
+	_, err := b.client.WantKubernetes(t.Context(), api.KubernetesRequest{VM: vm, Wanted: wanted})
+	return err
+}
+
+// Names follow Prometheus' conventions, and what is described is what is shown.
+func TestMetricsLint(t *testing.T) {
+	b := start(t, full)
+	b.attach(t, "a")
+	problems, err := promlint.New(strings.NewReader(b.text(t))).Lint()
+	require.NoError(t, err)
+	for _, p := range problems {
+		if strings.HasPrefix(p.Metric, "culvert_") {
+			t.Errorf("%s: %s", p.Metric, p.Text)
+		}
+	}
+	for name := range b.scrape(t) {
+		assert.True(t, strings.HasPrefix(name, "culvert_") || strings.HasPrefix(name, "go_") || strings.HasPrefix(name, "process_"), name)
+	}
+	// A pedantic registry compares each metric with its description.
+	d := newIdle(t)
+	r := prometheus.NewPedanticRegistry()
+	require.NoError(t, r.Register(&collector{d, nil}))
+	_, err = r.Gather()
+	require.NoError(t, err)
+}
+
+// Whatever clients and rows there are, there is no series for one of them.
+func TestMetricsBoundedSeries(t *testing.T) {
+	b := start(t, full)
+	b.attach(t, "a")
+	count := func() (n int) {
+		for name, f := range b.scrape(t) {
+			if strings.HasPrefix(name, "culvert_") {
+				n += len(f.Metric)
+			}
+		}
+		return n
+	}
+	echo(t, b.bound(t, "10.0.2.2:80"))
+	_, err := b.client.Publish(t.Context(), api.PublishRequest{VM: "a", Publish: []string{"0:80"}})
+	require.NoError(t, err)
+	before := count()
+	for i := range 40 {
+		rows, err := b.client.Publish(t.Context(), api.PublishRequest{VM: "a", Publish: []string{fmt.Sprintf("0:10.0.2.%d:80", i+10), "0:80"}})
+		require.NoError(t, err)
+		echo(t, rows[1].Bound[0])
+	}
+	assert.Equal(t, before, count())
+	text := b.text(t)
+	assert.NotContains(t, text, "127.0.0.1")
+	assert.NotContains(t, text, "10.0.2.")
+}
+
+func TestMetricsServer(t *testing.T) {
+	b := start(t, "vms: [{name: a, attach: memory}]")
+	for path, want := range map[string]int{"/": 404, "/metrics/": 404, "/v1/vms": 404, "/healthz": 404, "/debug/pprof/": 404, "/metrics": 200} {
+		resp, err := http.Get("http://" + b.metrics + path)
+		require.NoError(t, err)
+		resp.Body.Close()
+		assert.Equal(t, want, resp.StatusCode, path)
+	}
+	resp, err := http.Post("http://"+b.metrics+"/metrics", "text/plain", strings.NewReader("x"))
+	require.NoError(t, err)
+	resp.Body.Close()
+	assert.Equal(t, http.StatusMethodNotAllowed, resp.StatusCode)
+	req, err := http.NewRequest(http.MethodGet, "http://"+b.metrics+"/metrics", nil)
+	require.NoError(t, err)
+	req.Header.Set("X-Long", strings.Repeat("x", 64<<10))
+	resp, err = http.DefaultClient.Do(req)
+	require.NoError(t, err)
+	resp.Body.Close()
+	assert.Equal(t, http.StatusRequestHeaderFieldsTooLarge, resp.StatusCode)
+	s := b.scrape(t)
+	s.absent(t, "names")
+	s.absent(t, "dns_queries_total")
+}
+
+// TestFB172MetricsPort: the metrics' port is none that a publish gets.
+func TestFB172MetricsPort(t *testing.T) {
+	b := start(t, "vms: [{name: a, attach: memory}]")
+	b.attach(t, "a")
+	port := netip.MustParseAddrPort(b.metrics).Port()
+	for _, publish := range []string{fmt.Sprintf("%d:80", port), fmt.Sprintf("127.0.0.1:%d:80", port), fmt.Sprintf("0.0.0.0:%d:80", port)} {
+		rows, err := b.client.Publish(t.Context(), api.PublishRequest{Publish: []string{publish}})
+		require.NoError(t, err)
+		assert.Equal(t, "failed", rows[0].State, publish)
+		assert.Contains(t, rows[0].Detail, "reserved by culvert's metrics", publish)
+	}
+	b.scrape(t)
+}
+
+func TestMetricsPortTaken(t *testing.T) {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	defer l.Close()
+	noLeaks(t)
+	socket := filepath.Join(t.TempDir(), "api.sock")
+	c, err := ParseConfig("c.yaml", []byte(fmt.Sprintf("metrics: %s\nnames: {listen: '127.0.0.1:0'}\nvms: [{attach: memory}]", l.Addr())), Overrides{APISocket: socket})
+	require.NoError(t, err)
+	err = Run(t.Context(), c, Options{Log: slog.New(slog.DiscardHandler)})
+	require.ErrorContains(t, err, fmt.Sprintf("metrics: host port %s/tcp is in use by daemon.test (pid ", l.Addr()))
+	assert.NotContains(t, err.Error(), "\n")
+	assert.NoFileExists(t, socket)
+}
+
+func TestMetricsConfig(t *testing.T) {
+	for text, want := range map[string]string{
+		`metrics: ""`:             "invalid AddrPort",
+		"metrics: 127.0.0.1:9464": "127.0.0.1:9464",
+		"metrics: 0.0.0.0:9464":   "0.0.0.0:9464",
+		"metrics: '[::]:9464'":    "[::]:9464",
+	} {
+		c, err := ParseConfig("c.yaml", []byte(text), Overrides{APISocket: "/tmp/x.sock"})
+		require.NoError(t, err, text)
+		assert.Equal(t, want, c.Metrics.String(), text)
+	}
+	for _, text := range []string{"metrics: 9464", "metrics: localhost:9464", "metrics: 127.0.0.1", "metrics: 127.0.0.1:99999"} {
+		_, err := ParseConfig("c.yaml", []byte(text), Overrides{APISocket: "/tmp/x.sock"})
+		require.ErrorContains(t, err, "is not an IP address and port such as 127.0.0.1:9464", text)
+		assert.ErrorContains(t, err, "c.yaml:1:10:", text)
+	}
+}
+
+// What `vms`, wait, /healthz and the metrics say of a VM is one truth (C-25),
+// also of one that stops answering while its link is up.
+func TestTruthIsOne(t *testing.T) {
+	b := start(t, "vms: [{name: a, attach: memory}]")
+	healthz := func() string {
+		resp, err := b.health.Get("http://culvert/healthz")
+		require.NoError(t, err)
+		defer resp.Body.Close()
+		text, err := io.ReadAll(resp.Body)
+		require.NoError(t, err)
+		return string(text)
+	}
+	agree := func(state string) (api.VM, shown) {
+		vm, s := b.vm(t, "a"), b.scrape(t)
+		require.Equal(t, state, vm.State)
+		for _, other := range states {
+			assert.Equal(t, truth(other.String() == state), s.value(t, "vm_state", "vm=a", "state="+other.String()))
+		}
+		assert.Equal(t, truth(vm.Probe.OK), s.value(t, "vm_probe_ok", "vm=a"))
+		assert.Contains(t, healthz(), "a: "+state)
+		return vm, s
+	}
+	agree("waiting")
+	g := b.attach(t, "a")
+	vm, s := agree("ready")
+	assert.Equal(t, "ok\na: ready\n", healthz())
+	assert.InDelta(t, float64(vm.LastFrame.UnixMilli())/1e3, s.value(t, "vm_last_frame_timestamp_seconds", "vm=a"), 5)
+	assert.InDelta(t, float64(vm.Probe.At.UnixMilli())/1e3, s.value(t, "vm_probe_timestamp_seconds", "vm=a"), 5)
+
+	g.mute.Store(true)
+	began := time.Now()
+	b.waitState(t, "a", "stalled")
+	assert.Less(t, time.Since(began), 20*time.Second, "10 s on a quiet machine")
+	vm, s = agree("stalled")
+	assert.Equal(t, "the node does not answer", vm.Detail)
+	assert.False(t, vm.Probe.OK)
+	assert.Equal(t, "ok\na: stalled (the node does not answer)\n", healthz())
+	assert.InDelta(t, float64(vm.LastFrame.UnixNano())/1e9, s.value(t, "vm_last_frame_timestamp_seconds", "vm=a"), 1e-3, "the age of the last frame grows")
+	assert.Less(t, vm.LastFrame.Sub(began), time.Second)
+
+	g.mute.Store(false)
+	b.waitState(t, "a", "ready")
+	agree("ready")
+	g.Close()
+	b.waitState(t, "a", "gone")
+	vm, s = agree("gone")
+	assert.False(t, vm.Probe.OK)
+	s.absent(t, "vm_last_frame_timestamp_seconds", "vm=a")
+}
+
+// newIdle returns a daemon of which nothing runs.
+func newIdle(tb testing.TB) *Daemon {
+	tb.Helper()
+	d := &Daemon{opts: Options{Version: "v1"}, attachers: make(map[string]*attacher)}
+	log := slog.New(slog.DiscardHandler)
+	d.loop = reconcile.NewLoop(nobody{}, log)
+	d.vms = reconcile.NewVMs(d.loop, log)
+	tb.Cleanup(d.vms.Close)
+	var err error
+	d.forwarder, err = stack.New(stack.Options{})
+	require.NoError(tb, err)
+	tb.Cleanup(func() { d.forwarder.Shutdown(context.Background()) })
+	return d
+}
+
+// nobody is a Publisher without listeners.
+type nobody struct{}
+
+func (nobody) Publish(_ context.Context, _ listener.Owner, specs []listener.Spec) []listener.Outcome {
+	return make([]listener.Outcome, len(specs))
+}
+func (nobody) Withdraw(context.Context, listener.Owner) {}
+func (nobody) Owners() []listener.Owner                 { return nil }
