@@ -16,6 +16,7 @@ import (
 
 	cerrdefs "github.com/containerd/errdefs"
 	"github.com/moby/moby/api/types/container"
+	"github.com/moby/moby/api/types/events"
 	"github.com/moby/moby/client"
 )
 
@@ -26,6 +27,10 @@ const (
 	// inspectAgain is when a container that could not be inspected is tried again
 	// though it looks the same.
 	inspectAgain = time.Minute
+	// overFor is how long the event of a container's end counts for more than
+	// listings that still have it: the engine tells of the end first, and then takes
+	// away what publishes each of its ports, which is 8 s for a hundred of them.
+	overFor = 30 * time.Second
 )
 
 // Containers returns all running containers, the oldest start first, those of
@@ -80,6 +85,7 @@ type sight struct {
 	looks uint64
 	Container
 	until time.Time // it is to be inspected again from then on; zero: not while it looks the same
+	over  time.Time // when its end was heard of; zero before
 }
 
 func (c *cache) clear() {
@@ -88,21 +94,36 @@ func (c *cache) clear() {
 	c.seen = nil
 }
 
-func (c *cache) forget(id string) {
+// heard takes in an event of a moment by the engine's clock. After its end a
+// container is over, unless that was the end of an earlier run; after any other
+// event one that runs is inspected again.
+func (c *cache) heard(e Event, at time.Time) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	delete(c.seen, id)
+	v, ok := c.seen[e.ID]
+	switch {
+	case !ok:
+	case e.Action == string(events.ActionDie) && v.until.IsZero() && !at.Before(v.Started):
+		v.over = time.Now()
+		c.seen[e.ID] = v
+	case v.over.IsZero() || e.Action == string(events.ActionStart) || e.Action == string(events.ActionRestart):
+		delete(c.seen, e.ID)
+	}
 }
 
-// known returns what is remembered of a container that looks like that.
-func (c *cache) known(id string, looks uint64) (Container, bool) {
+// known returns what is remembered of a container that looks like that, and
+// whether it is over.
+func (c *cache) known(id string, looks uint64) (one Container, over, ok bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	v, ok := c.seen[id]
-	if !ok || v.looks != looks || !v.until.IsZero() && time.Now().After(v.until) {
-		return Container{}, false
+	switch {
+	case !ok, v.looks != looks, !v.until.IsZero() && time.Now().After(v.until):
+		return Container{}, false, false
+	case !v.over.IsZero():
+		return Container{}, true, time.Since(v.over) < overFor
 	}
-	return v.Container, true
+	return v.Container, false, true
 }
 
 // look makes Containers of what was listed, and inspects what is not known.
@@ -113,12 +134,13 @@ func (c *Client) look(ctx context.Context, s *session, listed map[string]*contai
 	var unknown []job
 	for id, l := range listed {
 		looks, lasting := appearance(l)
-		one, ok := c.seen.known(id, looks)
-		if !ok || !lasting {
+		one, over, ok := c.seen.known(id, looks)
+		switch {
+		case !ok || !lasting:
 			unknown = append(unknown, job{l, looks})
-			continue
+		case !over:
+			v.saw(sight{Container: one}, false)
 		}
-		v.saw(sight{Container: one}, false)
 	}
 	jobs := make(chan job)
 	var wg sync.WaitGroup

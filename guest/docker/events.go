@@ -5,13 +5,16 @@ import (
 	"errors"
 	"io"
 	"strconv"
+	"time"
 
 	"github.com/moby/moby/api/types/events"
 	"github.com/moby/moby/client"
 )
 
 // An Event says that something happened that may concern the host. It is a
-// reason to list, and no more: events repeat, come late and get lost.
+// reason to list, and no more: events repeat, come late and get lost. But the
+// listings of a Client leave out a container whose end was told of after it had
+// started, while it looks the same, for as long as an engine may take to see it.
 type Event struct {
 	// ID is the container's, or empty when the engine did not say.
 	ID string
@@ -65,7 +68,7 @@ func (c *Client) Watch(ctx context.Context, subscribed func(), changed func(Even
 		select {
 		case m := <-stream.Messages:
 			if e, ok := event(m); ok {
-				c.seen.forget(e.ID)
+				c.seen.heard(e, time.Unix(0, m.TimeNano))
 				changed(e)
 			}
 		case err := <-stream.Err:

@@ -7,6 +7,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
@@ -77,6 +78,48 @@ func TestEventsThatConcernTheHost(t *testing.T) {
 	w.cancel()
 	assert.Equal(t, context.Canceled, receive(t, w.ended, "the end"))
 	assert.Empty(t, w.events)
+}
+
+// An engine tells of a container's end, takes away what published its ports, which
+// may take seconds, and only then leaves it out of listings.
+func TestEndComesBeforeListingsKnow(t *testing.T) {
+	e := guesttest.NewEngine(t)
+	c := mustClient(t, e.Endpoint(), docker.TLSFiles{})
+	w := watch(t, c)
+	receive(t, w.subscribed, "the stream")
+	emit := func(kind, action, id string) {
+		e.Emit(kind, action, id)
+		receive(t, w.events, action)
+	}
+	ended, other := guesttest.Published(0, 8080, 80), guesttest.Published(1, 8081, 80)
+	e.Set(ended, other)
+	require.Len(t, mustList(t, c), 2)
+
+	emit("container", "die", ended.ID)
+	for range 2 { // the engine still lists it, and would not answer what it is about
+		all := mustList(t, c)
+		require.Len(t, all, 1)
+		assert.Equal(t, other.ID, all[0].ID)
+		emit("network", "disconnect", ended.ID)
+	}
+	assert.Equal(t, 2, e.Asked("inspect"))
+
+	// It is started again, which an event tells or its new endpoint.
+	emit("container", "start", ended.ID)
+	require.Len(t, mustList(t, c), 2)
+	emit("container", "die", ended.ID)
+	require.Len(t, mustList(t, c), 1)
+	ended.Networks[0].EndpointID = guesttest.FakeID(1 << 30)
+	e.Set(ended, other)
+	require.Len(t, mustList(t, c), 2)
+
+	// The end of an earlier run, told late.
+	other.Started = time.Now().Add(time.Hour)
+	other.Networks[0].EndpointID = guesttest.FakeID(1<<30 + 1)
+	e.Set(ended, other)
+	require.Len(t, mustList(t, c), 2)
+	emit("container", "die", other.ID)
+	require.Len(t, mustList(t, c), 2)
 }
 
 // FB-079, FB-080: a stream that ends says why, and the next one opens.
