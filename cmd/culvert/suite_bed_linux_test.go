@@ -146,7 +146,7 @@ func (b *qemuBed) sh(t *testing.T, command string) string {
 	require.NoError(t, err)
 	b.commands++
 	require.Eventually(t, func() bool { return strings.Count(b.serial.String(), done) == b.commands },
-		time.Minute, 20*time.Millisecond, "%s\n%s", command, b.serial)
+		3*time.Minute, 20*time.Millisecond, "%s\n%s", command, b.serial)
 	said := b.serial.String()[before:]
 	require.Contains(t, said, done+"0", command)
 	return said
