@@ -60,14 +60,17 @@ demo:
 
 # Real numbers take a quiet machine and ten minutes: whole rounds one after the other, so that a bad minute
 # spoils every row alike. Raw output is kept; BENCHMARKS.md is written from it.
+# BENCH picks among the benchmarks, and RUNS names folders of earlier sittings whose figures stay in it.
 ROUNDS ?= 7
+BENCH ?= .
+RUNS ?=
 bench: need-go
 	contrib/install-deps.sh bench
 	@set -e; dir=bench/results/$$(date +%F)-$$(git rev-parse --short HEAD); mkdir -p $$dir; \
 	go test -c -o $$dir/bench.test ./bench; trap 'rm -f '$$dir'/bench.test' EXIT; \
 	for i in $$(seq $(ROUNDS)); do echo "round $$i of $(ROUNDS)"; \
-		(cd bench && ../$$dir/bench.test -test.run '^$$' -test.bench . -test.benchtime 1x -test.timeout 20m) > $$dir/round-$$i.txt; done; \
-	go run ./bench/report $$dir > BENCHMARKS.md
+		(cd bench && ../$$dir/bench.test -test.run '^$$' -test.bench '$(BENCH)' -test.benchtime 1x -test.timeout 20m) > $$dir/round-$$i.txt; done; \
+	go run ./bench/report $(RUNS) $$dir > BENCHMARKS.md
 
 bench-smoke: need-go
 	go test -run '^$$' -bench . -benchtime 1x -timeout 20m ./bench

@@ -1,8 +1,9 @@
 // Command report writes BENCHMARKS.md from the raw output of `go test -bench`.
 //
-//	go run ./bench/report bench/results/RUN > BENCHMARKS.md
+//	go run ./bench/report bench/results/RUN... > BENCHMARKS.md
 //
-// RUN is a folder with one file a round, all of one sitting on one machine. The
+// RUN is a folder with one file a round, all of one sitting on one machine; each
+// run has a part of its own, and nothing of one is compared with another's. The
 // report gives medians with the least and the greatest of the rounds, and their
 // ratios to the paths of the same rounds that they are compared with. Nothing in
 // it is typed by hand.
@@ -21,16 +22,24 @@ import (
 )
 
 func main() {
-	if len(os.Args) != 2 {
-		fmt.Fprintln(os.Stderr, "usage: report RUN-FOLDER")
+	if len(os.Args) < 2 {
+		fmt.Fprintln(os.Stderr, "usage: report RUN-FOLDER...")
 		os.Exit(2)
 	}
-	run, err := readRun(os.Args[1])
-	if err != nil {
-		fmt.Fprintln(os.Stderr, "report:", err)
-		os.Exit(1)
+	var runs []*run
+	for _, dir := range os.Args[1:] {
+		r, err := readRun(dir)
+		if err != nil {
+			fmt.Fprintln(os.Stderr, "report:", err)
+			os.Exit(1)
+		}
+		runs = append(runs, r)
 	}
-	run.write(os.Stdout)
+	fmt.Print("# Benchmarks\n\nWritten by `bench/report` from the raw output in `bench/results`; `make bench` makes both anew.\n" +
+		"Median (least to greatest) of the rounds of one sitting. × is the ratio of medians: to loopback, the kernel's without a relay, or else to the path named.\n")
+	for _, r := range runs {
+		r.write(os.Stdout)
+	}
 }
 
 // A run is all rounds of one sitting.
@@ -113,8 +122,7 @@ func (r *run) read(in io.Reader) error {
 var compared = []string{"loopback", "qemu-user", "culvert-stream"}
 
 func (r *run) write(w io.Writer) {
-	fmt.Fprintf(w, "# Benchmarks\n\nWritten by `bench/report` from the raw output in `bench/results/%s`; `make bench` makes both anew.\n", r.name)
-	fmt.Fprintf(w, "%d rounds of one sitting: median (least to greatest). × is the ratio of medians: to loopback, the kernel's without a relay, or else to the path named.\n\n", r.rounds)
+	fmt.Fprintf(w, "\n## Run %s: %d rounds\n\n", r.name, r.rounds)
 	for _, c := range r.config {
 		fmt.Fprintf(w, "- %s\n", c)
 	}
@@ -127,7 +135,7 @@ func (r *run) write(w io.Writer) {
 		paths := sorted(ofFamily, func(k result) string { return k.path })
 		slices.SortStableFunc(paths, func(a, b string) int { return rank(a) - rank(b) })
 		for _, unit := range units {
-			fmt.Fprintf(w, "\n## %s, %s\n\n| |", family, unit)
+			fmt.Fprintf(w, "\n### %s, %s\n\n| |", family, unit)
 			for _, p := range paths {
 				fmt.Fprintf(w, " %s |", p)
 			}
