@@ -26,6 +26,10 @@ type Limits struct {
 	Flows    int // live TCP flows
 	UDPFlows int // live UDP flows; the idlest makes room for a new one
 	Dials    int // TCP flows whose guest has not answered yet
+	// Descriptors keeps some for whom they are not flows: a client is refused
+	// whose own has this number or a higher one, of which the system gives the
+	// lowest that is free. Zero is for no such bound.
+	Descriptors uintptr
 }
 
 // A flow is one client's connection or exchange of datagrams.

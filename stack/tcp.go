@@ -31,6 +31,11 @@ func (f *Forwarder) Accepted(s *listener.Socket, c *listener.Conn) {
 		c.Abort()
 		return
 	}
+	if f.reserved(c) {
+		r.refuse(refusedNoFD)
+		c.Abort()
+		return
+	}
 	guest := r.target(vm, s.Index())
 	fl, refused := f.flows.start(r, c, c.RemoteAddr(), c.LocalAddr(), guest)
 	if refused != "" {
@@ -39,6 +44,19 @@ func (f *Forwarder) Accepted(s *listener.Socket, c *listener.Conn) {
 		return
 	}
 	go f.serveTCP(fl, vm) // waited for by its row, which counts its flow
+}
+
+// reserved reports whether c has one of the descriptors that are not for flows.
+func (f *Forwarder) reserved(c *listener.Conn) (reserved bool) {
+	most := f.flows.limits.Descriptors
+	if most == 0 {
+		return false
+	}
+	raw, err := c.SyscallConn()
+	if err == nil {
+		err = raw.Control(func(fd uintptr) { reserved = fd >= most })
+	}
+	return reserved && err == nil
 }
 
 // target returns where the row's port of that index leads.

@@ -86,7 +86,7 @@ func Run(ctx context.Context, c *Config, o Options) (err error) {
 			Connect: c.Timeouts.Connect, HalfClose: c.Timeouts.HalfClose, UDPIdle: c.Timeouts.UDPIdle,
 			Drain: c.Timeouts.Drain, BindRetry: c.Timeouts.BindRetry,
 		},
-		Limits: stack.Limits{Flows: c.Limits.Flows, UDPFlows: c.Limits.UDPFlows},
+		Limits: stack.Limits{Flows: c.Limits.Flows, UDPFlows: c.Limits.UDPFlows, Descriptors: flowDescriptors()},
 		Log:    o.Log,
 	})
 	if err != nil {

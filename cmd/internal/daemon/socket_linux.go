@@ -46,3 +46,16 @@ func RaiseDescriptors() error {
 	r.Cur = r.Max
 	return unix.Setrlimit(unix.RLIMIT_NOFILE, &r)
 }
+
+// reservedDescriptors is how many flows leave to the rest of the daemon, so that
+// it can be asked, and can follow its guests, when there are too many of them.
+const reservedDescriptors = 64
+
+// flowDescriptors returns the number from which on descriptors are not for flows.
+func flowDescriptors() uintptr {
+	var r unix.Rlimit
+	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &r); err != nil || r.Cur < 2*reservedDescriptors {
+		return 0
+	}
+	return uintptr(r.Cur - reservedDescriptors)
+}

@@ -11,5 +11,7 @@ func listenPrivate(string) (net.Listener, error) { return nil, errors.ErrUnsuppo
 
 func monotonicMicroseconds() int64 { return 0 }
 
+func flowDescriptors() uintptr { return 0 }
+
 // RaiseDescriptors is done for us on other systems.
 func RaiseDescriptors() error { return nil }
