@@ -26,6 +26,8 @@ import (
 // port 2375, and has the image of contrib/engine/image.sh as "guestd".
 type engineBed interface {
 	bed
+	// base is the first of hostPorts host ports that are free.
+	base() int
 	// host is where the test reaches the engine without culvert, as DOCKER_HOST.
 	host() string
 	stopEngine(t *testing.T)
@@ -37,6 +39,15 @@ type engineBed interface {
 	settle(t *testing.T)
 }
 
+// What the host ports from a bed's base on are for. The engine picks from a range
+// of its own where it is asked to pick, as it else would not know what is free on
+// the host (FB-071).
+const (
+	containerPorts = 900 // for the tests to name
+	enginePorts    = 200 // for the engine to pick
+	hostPorts      = containerPorts + enginePorts + 1
+)
+
 // A tapEngine is Debian's dockerd in a network namespace into which the daemon
 // puts a tap.
 //
@@ -47,6 +58,7 @@ type tapEngine struct {
 	ifname string
 	docker *guesttest.Dockerd
 	spare  net.Listener // at spareEndpoint, for engines that a test makes up
+	first  int
 }
 
 const spareEndpoint = "tcp://10.0.2.2:2376"
@@ -67,8 +79,13 @@ func newTapEngine(t *testing.T) *tapEngine {
 	// All that enters the namespace does so now, before there is a daemon: a thread
 	// that was inside ends, and what it had started before with Pdeathsig would end
 	// with it.
-	b := &tapEngine{ns: datapathtest.NewNetNS(t), ifname: fmt.Sprintf("ceng%d", os.Getpid())} // 4 + 7 of 15 bytes
+	b := &tapEngine{ns: datapathtest.NewNetNS(t), ifname: fmt.Sprintf("ceng%d", os.Getpid()), first: freePorts(t, hostPorts)} // 4 + 7 of 15 bytes
 	require.NoError(t, b.ns.Do(func() (err error) {
+		picks := fmt.Sprint(b.first+containerPorts, b.first+containerPorts+enginePorts-1)
+		err = os.WriteFile("/proc/sys/net/ipv4/ip_local_port_range", []byte(picks), 0o644)
+		if err != nil {
+			return err
+		}
 		b.spare, err = net.Listen("tcp", "0.0.0.0:2376")
 		return err
 	}))
@@ -80,6 +97,7 @@ func newTapEngine(t *testing.T) *tapEngine {
 
 func (b *tapEngine) spec() string { return "tap:" + b.ifname + ",netns=" + b.ns.Path() }
 func (b *tapEngine) slow() int    { return 1 }
+func (b *tapEngine) base() int    { return b.first }
 func (b *tapEngine) host() string { return b.docker.Endpoint() }
 
 func (b *tapEngine) ip(args ...string) error {
@@ -114,8 +132,8 @@ func (b *tapEngine) unplug(t *testing.T)    { require.NoError(t, b.ip("link", "d
 //	test ── QEMU's user network ── eth1  │ dockerd, docker0 ── containers
 type vmEngine struct {
 	*qemuBed
-	port int    // of the test's way to the engine
-	disk string // which outlives the VM
+	first int
+	port  int // of the test's way to the engine
 }
 
 // engineDir is the VM's directory, made before the tests begin: it takes minutes.
@@ -139,12 +157,15 @@ func newVMEngine(t *testing.T) *vmEngine {
 	b := newNetdev(t, "qemu:unix:"+sock+",dial", "stream,server=on,addr.type=unix,addr.path="+sock)
 	out, err := exec.Command("cp", "--sparse=always", filepath.Join(dir, "disk.img"), disk).CombinedOutput()
 	require.NoError(t, err, "%s", out)
-	port := freePorts(t, containerPorts+1) + containerPorts // behind those of the tests
-	b.boots, b.dir, b.env = "engine/boot.sh", dir, []string{"ENGINE_DISK=" + disk}
+	first := freePorts(t, hostPorts)
+	picks, port := first+containerPorts, first+hostPorts-1
+	b.boots, b.dir = "engine/boot.sh", dir
+	b.env = []string{"ENGINE_DISK=" + disk, fmt.Sprintf("ENGINE_APPEND=engine.ports=%d-%d", picks, port-1)}
 	b.nic = append(b.nic, "-netdev", fmt.Sprintf("user,id=n1,net=10.0.3.0/24,restrict=on,hostfwd=tcp:127.0.0.1:%d-10.0.3.15:2375", port))
-	return &vmEngine{qemuBed: b, port: port, disk: disk}
+	return &vmEngine{qemuBed: b, first: first, port: port}
 }
 
+func (b *vmEngine) base() int    { return b.first }
 func (b *vmEngine) host() string { return fmt.Sprintf("tcp://127.0.0.1:%d", b.port) }
 
 func (b *vmEngine) stopEngine(t *testing.T)  { b.sh(t, "kill $dockerd; wait $dockerd; true") }

@@ -230,5 +230,5 @@ func testContainerStop(t *testing.T, e *containersEnv) {
 	c := keep(t, port)
 	e.d.stop(t)
 	c.assertEnds(t)
-	assert.NoError(t, portsFree(e.base, containerPorts))
+	assert.NoError(t, portsFree(e.base(), containerPorts))
 }
