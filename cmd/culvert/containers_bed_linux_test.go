@@ -151,12 +151,17 @@ func newVMEngine(t *testing.T) *vmEngine {
 	datapathtest.Require(t, "engine", err == nil, fmt.Sprint(err))
 	_, err = exec.LookPath("docker")
 	datapathtest.Require(t, "dockerd", err == nil, "apt-get install docker.io, or contrib/install-deps.sh test")
-	// Not below t.TempDir, which a failed test keeps: it is a gigabyte.
 	tmp := shortTempDir(t)
 	sock, disk := filepath.Join(tmp, "vm.sock"), filepath.Join(tmp, "disk.img")
 	b := newNetdev(t, "qemu:unix:"+sock+",dial", "stream,server=on,addr.type=unix,addr.path="+sock)
 	out, err := exec.Command("cp", "--sparse=always", filepath.Join(dir, "disk.img"), disk).CombinedOutput()
 	require.NoError(t, err, "%s", out)
+	// The copy has no name, so that not even a test that is killed leaves it behind.
+	f, err := os.OpenFile(disk, os.O_RDWR, 0)
+	require.NoError(t, err)
+	t.Cleanup(func() { _ = f.Close() })
+	require.NoError(t, os.Remove(disk))
+	disk = fmt.Sprintf("/proc/%d/fd/%d", os.Getpid(), f.Fd())
 	first := freePorts(t, hostPorts)
 	picks, port := first+containerPorts, first+hostPorts-1
 	b.boots, b.dir = "engine/boot.sh", dir
