@@ -106,10 +106,10 @@ type Name struct {
 // An Event is a change, one line of /v1/events.
 type Event struct {
 	At     Time   `json:"at"`
-	Kind   string `json:"kind"` // vm.STATE | row.STATE | row.gone
+	Kind   string `json:"kind"` // vm.STATE | row.STATE | row.gone | engine.reachable, .unreachable | cluster.reachable, .unreachable
 	VM     string `json:"vm"`
 	Owner  Owner  `json:"owner"`
-	Row    string `json:"row"` // HOST/PROTOCOL; empty for a VM's
+	Row    string `json:"row"` // HOST/PROTOCOL; empty for others than a row's
 	Reason string `json:"reason"`
 }
 

@@ -9,7 +9,6 @@ import (
 	"time"
 
 	"github.com/culvertnet/culvert/cmd/internal/api"
-	"github.com/culvertnet/culvert/reconcile"
 	"github.com/culvertnet/culvert/stack"
 	"github.com/culvertnet/culvert/stack/listener"
 )
@@ -266,88 +265,4 @@ func (d *Daemon) pick(name string) (string, error) {
 		return "", &api.Problem{Status: http.StatusBadRequest, Detail: fmt.Sprintf("there are %d VMs: name one with --vm", len(views))}
 	}
 	return "", &api.Problem{Status: http.StatusNotFound, Detail: fmt.Sprintf("there is no VM named %q", name)}
-}
-
-// Events implements api.Backend.
-func (d *Daemon) Events(ctx context.Context, started func(), emit func(api.Event) error) error {
-	vms, cancel := d.vms.Subscribe()
-	defer func() { cancel() }()
-	changed, noted := d.forwarder.Changed(), d.loop.Changed()
-	before := index(d.ledger())
-	started()
-	for {
-		select {
-		case <-ctx.Done():
-			return ctx.Err()
-		case v, ok := <-vms:
-			if !ok {
-				if d.ending.Err() != nil {
-					return nil
-				}
-				// The client is too far behind: it is told how things are now.
-				vms, cancel = d.vms.Subscribe()
-				for _, v := range d.vms.Views() {
-					if err := emit(vmEvent(v)); err != nil {
-						return err
-					}
-				}
-				continue
-			}
-			if err := emit(vmEvent(v)); err != nil {
-				return err
-			}
-			continue
-		case <-changed:
-		case <-noted:
-		}
-		changed, noted = d.forwarder.Changed(), d.loop.Changed()
-		now := index(d.ledger())
-		for _, e := range rowEvents(before, now) {
-			if err := emit(e); err != nil {
-				return err
-			}
-		}
-		before = now
-	}
-}
-
-func vmEvent(v reconcile.VMView) api.Event {
-	return api.Event{At: api.Time{Time: v.Since}, Kind: "vm." + v.State.String(), VM: v.Name, Reason: v.Detail}
-}
-
-// A rowKey names a row over time.
-type rowKey struct {
-	owner    api.Owner
-	host     string
-	protocol string
-	guest    string
-}
-
-func index(rows []api.Listener) map[rowKey]api.Listener {
-	m := make(map[rowKey]api.Listener, len(rows))
-	for _, r := range rows {
-		m[rowKey{r.Owner, r.Host, r.Protocol, r.Guest}] = r
-	}
-	return m
-}
-
-// rowEvents returns what changed between two readings of the ledger.
-func rowEvents(before, now map[rowKey]api.Listener) []api.Event {
-	var events []api.Event
-	event := func(kind string, at time.Time, r api.Listener, reason string) {
-		events = append(events, api.Event{
-			At: api.Time{Time: at}, Kind: "row." + kind, VM: r.VM, Owner: r.Owner, Row: r.Host + "/" + r.Protocol, Reason: reason,
-		})
-	}
-	for k, r := range now {
-		if old, ok := before[k]; !ok || old.State != r.State || old.Detail != r.Detail {
-			event(r.State, r.Since.Time, r, r.Detail)
-		}
-	}
-	for k, r := range before {
-		if _, ok := now[k]; !ok {
-			event("gone", time.Now(), r, "")
-		}
-	}
-	return events
 }
