@@ -8,6 +8,7 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
+	"net/http/httptest"
 	"net/netip"
 	"path/filepath"
 	"regexp"
@@ -27,6 +28,7 @@ import (
 	"github.com/culvertnet/culvert/stack/listener"
 	"github.com/culvertnet/culvert/stack/netstack"
 	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/promhttp"
 	"github.com/prometheus/client_golang/prometheus/testutil/promlint"
 	dto "github.com/prometheus/client_model/go"
 	"github.com/prometheus/common/expfmt"
@@ -534,6 +536,31 @@ func newIdle(tb testing.TB) *Daemon {
 	require.NoError(tb, err)
 	tb.Cleanup(func() { d.forwarder.Shutdown(context.Background()) })
 	return d
+}
+
+// BenchmarkScrape is a whole scrape, as text, with 10 000 rows, and with none;
+// stack's BenchmarkTotals is what flows cost.
+func BenchmarkScrape(b *testing.B) {
+	for _, rows := range []int{0, 10_000} {
+		b.Run(fmt.Sprintf("rows=%d", rows), func(b *testing.B) {
+			d := newIdle(b)
+			specs := make([]listener.Spec, rows)
+			for i := range specs {
+				var err error
+				specs[i], err = parsePublish(fmt.Sprintf("%d:80", i+10_000), "a")
+				require.NoError(b, err)
+			}
+			d.forwarder.Publish(context.Background(), listener.Owner{Kind: listener.KindCLI, ID: "all"}, specs)
+			scrape := promhttp.HandlerFor(d.registry(nil), promhttp.HandlerOpts{})
+			req := httptest.NewRequest(http.MethodGet, "/metrics", nil)
+			b.ReportAllocs()
+			for b.Loop() {
+				w := httptest.NewRecorder()
+				scrape.ServeHTTP(w, req)
+				b.ReportMetric(float64(w.Body.Len()), "bytes")
+			}
+		})
+	}
 }
 
 // nobody is a Publisher without listeners.
