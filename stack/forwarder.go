@@ -79,10 +79,12 @@ type Forwarder struct {
 	retired map[TotalsKey]*Totals // of rows that have left
 	vms     map[string]*VM
 	nodes   map[string]netip.Addr // of VMs that are, or were, there
-	asked   uint64
-	retry   *time.Timer // the earliest RetryAt; nil when none is due
-	closed  bool
-	changed chan struct{}
+	// gateways are our own addresses on VMs' links.
+	gateways map[string]netip.Addr
+	asked    uint64
+	retry    *time.Timer // the earliest RetryAt; nil when none is due
+	closed   bool
+	changed  chan struct{}
 }
 
 // ErrShutDown says that the Forwarder has been shut down.
@@ -95,7 +97,7 @@ func New(o Options) (*Forwarder, error) {
 		opts: o, log: o.Log, flows: flowTable{limits: o.Limits}, datagram: make([]byte, maxDatagram),
 		table: listener.NewTable(o.Policy), owners: make(map[listener.Owner]map[listener.Spec]*row),
 		failing: make(map[*row]struct{}), retired: make(map[TotalsKey]*Totals),
-		vms: make(map[string]*VM), nodes: make(map[string]netip.Addr), changed: make(chan struct{}),
+		vms: make(map[string]*VM), nodes: make(map[string]netip.Addr), gateways: make(map[string]netip.Addr), changed: make(chan struct{}),
 	}
 	f.ctx, f.cancel = context.WithCancel(context.Background())
 	group, err := listener.NewGroup(f)
@@ -115,6 +117,14 @@ func (f *Forwarder) Reserve(proto listener.Proto, ap netip.AddrPort, what string
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	return f.table.Reserve(proto, ap, what)
+}
+
+// SetGateway says which address is our own on the link of a VM: what leads there
+// is Skipped. It is called before anything is published to that VM.
+func (f *Forwarder) SetGateway(vm string, own netip.Addr) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.gateways[vm] = own
 }
 
 // node returns the address that a target without one means.
@@ -198,7 +208,7 @@ func (f *Forwarder) Publish(_ context.Context, o listener.Owner, specs []listene
 	for _, r := range gone {
 		delete(f.failing, r)
 	}
-	promoted := f.table.Claim(o, slices.DeleteFunc(slices.Clone(specs), func(s listener.Spec) bool { return never(s) != nil }))
+	promoted := f.table.Claim(o, slices.DeleteFunc(slices.Clone(specs), func(s listener.Spec) bool { return f.never(s) != nil }))
 	if len(wanted) == 0 {
 		delete(f.owners, o)
 	} else {

@@ -702,3 +702,14 @@ func TestIPv6TargetSkipped(t *testing.T) {
 	assert.Contains(t, out[0].Detail, "IPv4 only")
 	assert.Empty(t, out[0].Bound)
 }
+
+// Our own address on the link is no guest's.
+func TestGatewayTargetSkipped(t *testing.T) {
+	f, _ := mustAttached(t, Options{})
+	f.SetGateway("default", netip.MustParseAddr("198.18.7.1"))
+	p := freePort(t)
+	out := publish(t, f, "x", fmt.Sprintf("%d:198.18.7.1:80", p))
+	assert.Equal(t, listener.Skipped, out[0].State)
+	assert.Contains(t, out[0].Detail, "198.18.7.1 is culvert's own address")
+	mustPublish(t, f, "y", fmt.Sprintf("%d:198.18.7.2:80", p)) // the port is nobody's
+}

@@ -180,7 +180,7 @@ func (f *Forwarder) claimPicked(r *row) (promoted []listener.Claim, err error) {
 // whether it does. mu is held.
 func (f *Forwarder) judge(r *row, now time.Time) bool {
 	o := listener.Outcome{Spec: r.spec}
-	err := never(r.spec)
+	err := f.never(r.spec)
 	conflict := f.table.Conflict(r.owner, r.spec)
 	switch {
 	case err != nil:
@@ -197,12 +197,16 @@ func (f *Forwarder) judge(r *row, now time.Time) bool {
 }
 
 // never says why s can never be published. Such a spec has no claim to a port.
-func never(s listener.Spec) error {
+// mu is held.
+func (f *Forwarder) never(s listener.Spec) error {
 	if s.Source != listener.SourceGateway {
 		return errors.New("this version shows the guest the gateway's address only; publish with --source gateway")
 	}
 	if s.Target.Addr.Addr().Is6() {
 		return fmt.Errorf("this version reaches the guest over IPv4 only, and %s is not", s.Target.Addr.Addr())
+	}
+	if own, known := f.gateways[s.Target.VM]; known && s.Target.Addr.Addr() == own {
+		return fmt.Errorf("%s is culvert's own address on the VM's link, where nothing serves; leave it out to mean the VM, or name an address behind it", own)
 	}
 	return s.Validate()
 }

@@ -545,3 +545,17 @@ func TestDemo(t *testing.T) {
 	require.NoError(t, err)
 	assert.Equal(t, before, after)
 }
+
+// TestGatewaySkipped publishes our own address on the link, by the config and by
+// hand: said at once, and no port is taken for it.
+func TestGatewaySkipped(t *testing.T) {
+	d := startDaemon(t, "vms: [{attach: memory, publish: ['0:10.0.2.1:80']}]")
+	d.fails(t, exitFailed, "not published", "publish", "0:10.0.2.1:81")
+	rows := d.rows(t)
+	assert.Len(t, rows, 2)
+	for _, r := range rows {
+		assert.Equal(t, "skipped", r.State)
+		assert.Contains(t, r.Detail, "10.0.2.1 is culvert's own address")
+		assert.Empty(t, r.Bound)
+	}
+}

@@ -261,6 +261,7 @@ func (d *Daemon) start(ctx context.Context, c *Config) error {
 		}
 		made = append(made, a)
 	}
+	d.setGateways(c)
 	if _, err := d.static.SetConfig(ctx, c.specs()...); err != nil {
 		for _, a := range made {
 			_ = a.Close()
@@ -273,6 +274,13 @@ func (d *Daemon) start(ctx context.Context, c *Config) error {
 		}
 	}
 	return nil
+}
+
+// setGateways tells what no publish may lead to.
+func (d *Daemon) setGateways(c *Config) {
+	for _, vm := range c.VMs {
+		d.forwarder.SetGateway(vm.Name, vm.Gateway.Addr())
+	}
 }
 
 func (d *Daemon) addVM(a *attacher) error {
@@ -341,6 +349,7 @@ func (d *Daemon) reload(ctx context.Context) {
 			d.removeVM(name)
 		}
 	}
+	d.setGateways(c)
 	if _, err := d.static.SetConfig(ctx, c.specs()...); err != nil {
 		d.log.Error("publishes not reloaded", "err", err)
 	}
