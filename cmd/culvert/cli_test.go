@@ -102,6 +102,24 @@ func (b fakeBackend) Unpublish(context.Context, api.PublishRequest) ([]api.Liste
 	return nil, nil
 }
 
+func (fakeBackend) Doctor(_ context.Context, vm, of string) ([]api.Step, error) {
+	switch {
+	case of == "nobody":
+		return nil, &api.Problem{Status: http.StatusConflict, Detail: "there are two " + of + " in " + vm}
+	case of != "":
+		return []api.Step{
+			{VM: "default", Row: "127.0.0.1:8080/tcp", Step: "host socket", State: "ok", Detail: "the kernel has the daemon's at 127.0.0.1:8080"},
+			{VM: "default", Step: "vm", State: "ok", Detail: "attached"},
+			{VM: "default", Row: "127.0.0.1:8080/tcp", Step: "guest port", State: "unknown", Detail: "10.0.2.2:80 \x1b[31msays nothing"},
+		}, nil
+	}
+	return []api.Step{
+		{VM: "default", Step: "vm", State: "ok", Detail: "attached as tap:tap0 for 3s, life 1"},
+		{VM: "default", Step: "node", State: "broken", Detail: "10.0.2.2 does not answer", Advice: "in the guest: ip link set IFACE up"},
+		{VM: "default", Row: "127.0.0.1:8080/tcp", Step: "guest port", State: "skipped", Detail: "the node is not reached"},
+	}, nil
+}
+
 func (fakeBackend) Kubernetes() []api.Kubernetes { return nil }
 
 func (fakeBackend) WantKubernetes(context.Context, api.KubernetesRequest) error { return nil }
@@ -148,16 +166,17 @@ func serveBackend(t *testing.T, b api.Backend) string {
 func TestGolden(t *testing.T) {
 	socket := serveFake(t)
 	for name, args := range map[string][]string{
-		"ls":         {"ls"},
-		"ls-json":    {"ls", "-o", "json"},
-		"ls-none":    {"ls", "--owner", "docker"},
-		"ls-id":      {"ls", "8080"},
-		"flows":      {"flows"},
-		"flows-json": {"flows", "-o", "json"},
-		"names":      {"names"},
-		"names-json": {"names", "-o", "json"},
-		"vms":        {"vms"},
-		"vms-json":   {"vms", "-o", "json"},
+		"ls":          {"ls"},
+		"ls-json":     {"ls", "-o", "json"},
+		"ls-none":     {"ls", "--owner", "docker"},
+		"ls-id":       {"ls", "8080"},
+		"flows":       {"flows"},
+		"flows-json":  {"flows", "-o", "json"},
+		"doctor-port": {"doctor", "8080"},
+		"names":       {"names"},
+		"names-json":  {"names", "-o", "json"},
+		"vms":         {"vms"},
+		"vms-json":    {"vms", "-o", "json"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			out, errs, code := cli(t, append([]string{"--api", socket}, args...)...)
@@ -188,6 +207,9 @@ func TestExitCodes(t *testing.T) {
 		{"ls a b --api " + socket, 2, "--help"},
 		{"ls nobody --api " + socket, 1, "there is no nobody"},
 		{"names --api " + missing, 3, "no daemon"},
+		{"doctor --api " + missing, 3, "no daemon"},
+		{"doctor nobody --vm here --api " + socket, 1, "there are two nobody in here"},
+		{"doctor a b --api " + socket, 2, "--help"},
 		{"frobnicate", 2, "frobnicate"},
 		{"completion", 2, "zsh"},
 		{"completion ksh", 2, "ksh"},

@@ -108,7 +108,7 @@ Exit codes: 0 fine, 1 the request failed, 2 wrong usage, 3 no daemon.`,
 		return &usageError{fmt.Errorf("%w; see `%s --help`", err, cmd.CommandPath())}
 	})
 	root.AddCommand(
-		newDaemon(hurry), newWait(), newPublish(), newUnpublish(), newLs(), newFlows(), newVMs(), newNames(), newKubernetes(), newTrace(), newDemo(), newVersion(),
+		newDaemon(hurry), newWait(), newPublish(), newUnpublish(), newLs(), newFlows(), newVMs(), newNames(), newKubernetes(), newTrace(), newDoctor(), newDemo(), newVersion(),
 	)
 	root.SetOut(stdout)
 	root.SetErr(stderr)

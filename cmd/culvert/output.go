@@ -130,11 +130,11 @@ func (t *table) text(width int, colour bool) string {
 // colourOf returns the escape sequence of a state's colour.
 func colourOf(state string) string {
 	switch state {
-	case "forwarded", "ready", "open":
+	case "forwarded", "ready", "open", "ok":
 		return "\x1b[32m" // green
-	case "failed", "gone":
+	case "failed", "gone", "broken":
 		return "\x1b[31m" // red
-	case "pending", "waiting", "stalled", "paused", "connecting":
+	case "pending", "waiting", "stalled", "paused", "connecting", "unknown":
 		return "\x1b[33m" // yellow
 	}
 	return "\x1b[2m" // dim

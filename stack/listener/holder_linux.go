@@ -43,6 +43,26 @@ func holder(proto Proto, ap netip.AddrPort) string {
 	return fmt.Sprintf("%s (pid %s)", name, pid)
 }
 
+// Bound reports whether a socket of this process is bound at ap: for TCP, listens
+// there. It asks the kernel, not this package's own books.
+func Bound(proto Proto, ap netip.AddrPort) bool {
+	inode := socketInode(proto, ap)
+	if inode == "" {
+		return false
+	}
+	ours, _ := hasFile("/proc/self/fd", "socket:["+inode+"]", maxFDs)
+	return ours
+}
+
+// Holder names the process that has ap, or would keep it from being bound; "" when
+// the kernel tells of no socket there.
+func Holder(proto Proto, ap netip.AddrPort) string {
+	if socketInode(proto, ap) == "" {
+		return ""
+	}
+	return holder(proto, ap)
+}
+
 // printable cleans a process name, which the process chose itself.
 func printable(s string) string {
 	return strings.Map(func(r rune) rune {
@@ -129,23 +149,32 @@ func processWith(link string) string {
 		if pid[0] < '1' || pid[0] > '9' {
 			continue
 		}
-		dir := "/proc/" + pid + "/fd"
-		d, err := os.Open(dir)
-		if err != nil {
-			continue // gone, or not ours to see
+		has, n := hasFile("/proc/"+pid+"/fd", link, maxFDs-seen)
+		if has {
+			return pid
 		}
-		fds, _ := d.Readdirnames(maxFDs - seen)
-		d.Close()
-		for _, fd := range fds {
-			if l, err := os.Readlink(dir + "/" + fd); err == nil && l == link {
-				return pid
-			}
-		}
-		if seen += len(fds); seen >= maxFDs {
+		if seen += n; seen >= maxFDs {
 			return ""
 		}
 	}
 	return ""
+}
+
+// hasFile reports whether one of at most most descriptors in dir, a process's, has
+// a link that reads link, and how many it has looked at.
+func hasFile(dir, link string, most int) (has bool, seen int) {
+	d, err := os.Open(dir)
+	if err != nil {
+		return false, 0 // gone, or not ours to see
+	}
+	defer d.Close()
+	fds, _ := d.Readdirnames(most)
+	for _, fd := range fds {
+		if l, err := os.Readlink(dir + "/" + fd); err == nil && l == link {
+			return true, len(fds)
+		}
+	}
+	return false, len(fds)
 }
 
 // unprivilegedPortStart is the first port that needs no privilege; -1 when the

@@ -48,6 +48,13 @@ func (f *fake) Unpublish(ctx context.Context, r PublishRequest) ([]Listener, err
 	return f.Publish(ctx, r)
 }
 
+func (f *fake) Doctor(_ context.Context, vm, of string) ([]Step, error) {
+	if f.err != nil {
+		return nil, f.err
+	}
+	return []Step{{VM: vm, Row: of, Step: "listener", State: "ok"}}, nil
+}
+
 func (f *fake) Kubernetes() []Kubernetes {
 	return []Kubernetes{{VM: "vm1", Wanted: f.wanted.Wanted, Ports: []ServicePort{{Name: "web", Port: 80}}}}
 }
@@ -308,4 +315,15 @@ func FuzzReadPublishes(f *testing.F) {
 			t.Fatalf("%q: %v", body, err)
 		}
 	})
+}
+
+func TestDoctor(t *testing.T) {
+	f := &fake{}
+	c := serve(t, f)
+	steps, err := c.Doctor(t.Context(), "a&b", "[::1]:8080/udp")
+	require.NoError(t, err)
+	assert.Equal(t, []Step{{VM: "a&b", Row: "[::1]:8080/udp", Step: "listener", State: "ok"}}, steps)
+	f.err = &Problem{Status: http.StatusConflict, Detail: "several are meant"}
+	_, err = c.Doctor(t.Context(), "", "")
+	assert.EqualError(t, err, "several are meant")
 }

@@ -78,6 +78,12 @@ func (c *Client) VMs(ctx context.Context) (v []VM, err error) {
 	return v, c.call(ctx, http.MethodGet, "/v1/vms", nil, &v)
 }
 
+// Doctor has the daemon walk from the host to what of names, a host port or what
+// Listeners takes, or to everything; it takes up to ten seconds.
+func (c *Client) Doctor(ctx context.Context, vm, of string) (s []Step, err error) {
+	return s, c.call(ctx, http.MethodGet, "/v1/doctor?"+url.Values{"vm": {vm}, "of": {of}}.Encode(), nil, &s)
+}
+
 // Publish adds publishes and returns their rows.
 func (c *Client) Publish(ctx context.Context, r PublishRequest) (l []Listener, err error) {
 	return l, c.call(ctx, http.MethodPut, "/v1/publishes", r, &l)

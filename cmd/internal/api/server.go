@@ -41,6 +41,10 @@ type Backend interface {
 	// Events calls emit for every change after it has called started, until ctx
 	// or the daemon ends, or emit fails.
 	Events(ctx context.Context, started func(), emit func(Event) error) error
+	// Doctor walks the way from the host to what of names: a host port, or what
+	// Listeners takes; all of them when it is empty. A vm that is not empty
+	// leaves the others out. Its error is a *Problem.
+	Doctor(ctx context.Context, vm, of string) ([]Step, error)
 	// Trace begins a trace. Its error is the request's, as Publish's.
 	Trace(r TraceRequest) (Trace, error)
 }
@@ -63,6 +67,7 @@ func NewServer(b Backend) *Server {
 	mux.HandleFunc("DELETE /v1/publishes", s.publishes(b.Unpublish))
 	mux.HandleFunc("GET /v1/kubernetes", func(w http.ResponseWriter, _ *http.Request) { reply(w, b.Kubernetes()) })
 	mux.HandleFunc("PUT /v1/kubernetes", s.wantKubernetes)
+	mux.HandleFunc("GET /v1/doctor", s.doctor)
 	mux.HandleFunc("GET /v1/events", s.events)
 	mux.HandleFunc("GET /v1/trace", s.trace)
 	mux.HandleFunc("GET /healthz", s.health)
@@ -144,6 +149,15 @@ func (s *Server) listeners(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	reply(w, rows)
+}
+
+func (s *Server) doctor(w http.ResponseWriter, r *http.Request) {
+	steps, err := s.backend.Doctor(r.Context(), r.URL.Query().Get("vm"), r.URL.Query().Get("of"))
+	if err != nil {
+		problem(w, err)
+		return
+	}
+	reply(w, steps)
 }
 
 func (s *Server) publishes(do func(context.Context, PublishRequest) ([]Listener, error)) http.HandlerFunc {

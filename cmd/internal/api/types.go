@@ -113,6 +113,17 @@ type Event struct {
 	Reason string `json:"reason"`
 }
 
+// A Step is one step on the way from a client of the host to a server in the
+// guest, and what was found there when it was asked for.
+type Step struct {
+	VM     string `json:"vm"`
+	Row    string `json:"row"`   // HOST/PROTOCOL; empty for what all rows of a VM share
+	Step   string `json:"step"`  // host socket | listener | vm | link | node | engine | cluster | guest port | container | service
+	State  string `json:"state"` // ok | broken | skipped: not looked at, the detail says why | unknown: looked at, and it cannot be told
+	Detail string `json:"detail"`
+	Advice string `json:"advice"` // what to do about one that is broken
+}
+
 // A PublishRequest is the body of PUT and DELETE /v1/publishes. VM may be empty
 // while there is one VM.
 type PublishRequest struct {
