@@ -319,6 +319,9 @@ func (r *reader) vm(path string, f *fileVM, before []VMConfig) (*VMConfig, error
 		return nil, r.at(path+".name", err)
 	}
 	if slices.ContainsFunc(before, func(o VMConfig) bool { return o.Name == vm.Name }) {
+		if f.Name == "" {
+			return nil, r.at(path, fmt.Errorf("there is a VM named %q already, as one without a name is: give this one a name", vm.Name))
+		}
 		return nil, r.at(path+".name", fmt.Errorf("there is a VM named %q already", vm.Name))
 	}
 	if f.Attach == "" {
@@ -326,6 +329,9 @@ func (r *reader) vm(path string, f *fileVM, before []VMConfig) (*VMConfig, error
 	}
 	var err error
 	if vm.Attach, err = attach.ParseSpec(f.Attach); err != nil {
+		return nil, r.at(path+".attach", err)
+	}
+	if err := checkAttach(vm.Attach, before); err != nil {
 		return nil, r.at(path+".attach", err)
 	}
 	for _, later := range []struct {
@@ -424,6 +430,17 @@ func lastAddr(p netip.Prefix) netip.Addr {
 	return netip.AddrFrom4(a)
 }
 
+// checkAttach says whether one of other VMs has this attachment: an interface or
+// a socket is one VM's. Only the demo's has no place.
+func checkAttach(spec attach.Spec, others []VMConfig) error {
+	for _, o := range others {
+		if spec.Address != "" && spec.Address == o.Attach.Address && spec.Network == o.Attach.Network && spec.NetNS == o.Attach.NetNS {
+			return fmt.Errorf("VM %q is attached to %s already: each VM has its own", o.Name, spec.Address)
+		}
+	}
+	return nil
+}
+
 // parsePublish reads a publish that leads to vm.
 func parsePublish(text, vm string) (listener.Spec, error) {
 	spec, err := listener.ParseSpec(text)
@@ -450,6 +467,9 @@ func (c *Config) override(o Overrides, publish []string, r *reader) error {
 		}
 		parsed, err := attach.ParseSpec(spec)
 		if err != nil {
+			return fmt.Errorf("--attach %q: %w", text, err)
+		}
+		if err := checkAttach(parsed, c.VMs); err != nil {
 			return fmt.Errorf("--attach %q: %w", text, err)
 		}
 		c.VMs = append(c.VMs, VMConfig{VMLink: VMLink{

@@ -52,6 +52,13 @@ func (r *reader) syntax(err error) error {
 	if errors.As(err, &t) {
 		said = fmt.Errorf("%s is wanted here, not %s", inYAML(t.DstType), inYAML(t.SrcType))
 	}
+	var n *yaml.UnexpectedNodeTypeError
+	if errors.As(err, &n) {
+		said = fmt.Errorf("%s is wanted here, not %s", nodeInYAML(n.Expected), nodeInYAML(n.Actual))
+	}
+	if strings.Contains(y.GetMessage(), "'\t'") {
+		said = errors.New("a tab cannot indent YAML: use spaces")
+	}
 	p := y.GetToken().Position
 	return r.mark(p.Line, p.Column, said)
 }
@@ -67,6 +74,23 @@ func inYAML(t reflect.Type) string {
 		return "a mapping"
 	case reflect.String:
 		return "a text"
+	}
+	return "a number"
+}
+
+// nodeInYAML names a kind of node likewise.
+func nodeInYAML(t ast.NodeType) string {
+	switch t {
+	case ast.BoolType:
+		return "true or false"
+	case ast.SequenceType:
+		return "a list"
+	case ast.MappingType, ast.MappingValueType:
+		return "a mapping"
+	case ast.StringType, ast.LiteralType:
+		return "a text"
+	case ast.NullType:
+		return "nothing"
 	}
 	return "a number"
 }
