@@ -114,7 +114,7 @@ func (fakeBackend) Doctor(_ context.Context, vm, of string) ([]api.Step, error) 
 		}, nil
 	}
 	return []api.Step{
-		{VM: "default", Step: "vm", State: "ok", Detail: "attached as tap:tap0 for 3s, life 1"},
+		{VM: "default", Step: "vm", State: "ok", Detail: "attached as tap:tap0, stalled for 3s, life 1"},
 		{VM: "default", Step: "node", State: "broken", Detail: "10.0.2.2 does not answer", Advice: "in the guest: ip link set IFACE up"},
 		{VM: "default", Row: "127.0.0.1:8080/tcp", Step: "guest port", State: "skipped", Detail: "the node is not reached"},
 	}, nil
@@ -217,11 +217,16 @@ func TestExitCodes(t *testing.T) {
 		{"publish --api " + socket, 2, "at least 1"},
 		{"publish 70000:80 --api " + socket, 2, "70000"},
 		{"publish 6000-6009:7000-7001 --api " + socket, 2, "7000-7001"},
-		{"publish 8080:80 --api " + socket, 1, "1 of 2 not published"},
+		{"publish 8080:80 --api " + socket, 1, "1 of 2 not published; what failed stays wanted"},
 		{"unpublish 1:1 --api " + socket, 0, "1 of 1 were not published"},
 		{"wait --for tea --api " + socket, 2, "tea"},
 		{"wait --vm other --api " + socket, 1, `no VM named "other"`},
 		{"wait --for gone --timeout 50ms --api " + socket, 1, "it is ready"},
+		{"wait --timeout 0s --api " + socket, 2, "--timeout 0s"},
+		{"wait default --api " + socket, 2, "behind --vm"},
+		{"vms default --api " + socket, 2, `no arguments, and "default" is one`},
+		{"trace tcp port 80 --api " + socket, 2, "a filter goes behind -f"},
+		{"daemon culvert.yaml", 2, "behind --config"},
 		{"daemon --attach memory", 2, "VM=SPEC"},
 		{"daemon --config /nonexistent.yaml", 2, "nonexistent"},
 		{"daemon --api /" + strings.Repeat("x", 120), 2, "107"},
@@ -233,7 +238,7 @@ func TestExitCodes(t *testing.T) {
 			assert.Equal(t, 1, strings.Count(errs, "culvert: "), "one sentence: %s", errs)
 		})
 	}
-	for _, args := range [][]string{{"--help"}, {"version"}, {"completion", "bash"}, {"wait", "--api", socket}} {
+	for _, args := range [][]string{{"--help"}, {"version"}, {"--version"}, {"completion", "bash"}, {"wait", "--api", socket}} {
 		_, errs, code := cli(t, args...)
 		assert.Zero(t, code, "%v: %s", args, errs)
 	}

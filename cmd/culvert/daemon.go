@@ -26,7 +26,7 @@ one hurries it. SIGHUP reads the config again and applies the difference.
 Under systemd it says READY=1 when it serves.`,
 		Example: `  culvert daemon --attach default=qemu:unix:/tmp/vm.sock -p 8080:80
   culvert daemon --config /etc/culvert/culvert.yaml`,
-		Args: usageArgs(cobra.NoArgs),
+		Args: noArgs("a config file goes behind --config, a publish behind -p"),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			over.APISocket, _ = cmd.Flags().GetString("api")
 			over.ForceAPI = cmd.Flags().Changed("api") || os.Getenv("CULVERT_API") != ""
@@ -48,6 +48,9 @@ func runDaemon(cmd *cobra.Command, file string, over daemon.Overrides, hurry <-c
 	log := newLogger(cmd.ErrOrStderr(), config.Log)
 	if err := daemon.RaiseDescriptors(); err != nil {
 		log.Warn("limit of open files not raised", "err", err)
+	}
+	if len(config.VMs) == 0 {
+		log.Warn("there is no VM: name one with --attach, or under vms in the config")
 	}
 	hangup := make(chan os.Signal, 1)
 	signal.Notify(hangup, syscall.SIGHUP)

@@ -27,7 +27,7 @@ func newDemo() *cobra.Command {
 		Long: `Runs a daemon and a guest in this process: the guest is a TCP/IP stack of its own
 with a web server. Its port is published on a free loopback port, fetched, and
 shown as ls shows it. Nothing is left behind.`,
-		Args: usageArgs(cobra.NoArgs),
+		Args: noArgs(""),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			ctx, cancel := context.WithTimeout(cmd.Context(), 30*time.Second)
 			defer cancel()

@@ -98,11 +98,13 @@ Start the daemon, tell it how to reach the VM's network card, and publish ports:
   culvert ls
 
 Exit codes: 0 fine, 1 the request failed, 2 wrong usage, 3 no daemon.`,
+		Version:       versionText(),
 		SilenceErrors: true,
 		SilenceUsage:  true,
 		Args:          usageArgs(cobra.NoArgs),
 		RunE:          func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}
+	root.SetVersionTemplate("culvert {{.Version}}\n")
 	root.PersistentFlags().String("api", defaultSocket(), "the daemon's `SOCKET`; CULVERT_API says the same")
 	root.SetFlagErrorFunc(func(cmd *cobra.Command, err error) error {
 		return &usageError{fmt.Errorf("%w; see `%s --help`", err, cmd.CommandPath())}
@@ -133,6 +135,20 @@ func usageArgs(check cobra.PositionalArgs) cobra.PositionalArgs {
 		}
 		return nil
 	}
+}
+
+// noArgs is the check of a command without arguments. instead says where what
+// people are likely to have meant goes; it may be empty.
+func noArgs(instead string) cobra.PositionalArgs {
+	return usageArgs(func(cmd *cobra.Command, args []string) error {
+		if len(args) == 0 {
+			return nil
+		}
+		if instead != "" {
+			return fmt.Errorf("%s takes no arguments, and %q is one: %s", cmd.CommandPath(), args[0], instead)
+		}
+		return fmt.Errorf("%s takes no arguments, and %q is one", cmd.CommandPath(), args[0])
+	})
 }
 
 // defaultSocket is where the daemon's API is when nobody says otherwise.

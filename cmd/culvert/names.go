@@ -14,7 +14,7 @@ func newNames() *cobra.Command {
 		Long: `Lists the names that the daemon's DNS server answers for, without the zone.
 
 A name that several containers have leads to the newest of them, which stands first.`,
-		Args: usageArgs(cobra.NoArgs),
+		Args: noArgs(""),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			c := client(cmd)
 			defer c.Close()

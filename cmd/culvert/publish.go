@@ -22,7 +22,7 @@ const publishSyntax = `  [hostIP:]hostPort[-end]:[guestIP:]guestPort[-end][/tcp|
 
 func newPublish() *cobra.Command {
 	cmd := publishCommand("publish", "Publish ports of a VM on the host", (*api.Client).Publish)
-	cmd.Long = "Publishes ports of a VM until they are unpublished or the daemon ends, and prints\ntheir rows. It fails if one of them did.\n\n" + publishSyntax
+	cmd.Long = "Publishes ports of a VM until they are unpublished or the daemon ends, and prints\ntheir rows. It fails if one of them did;\nsuch a row stays in `culvert ls`, is tried again where that can help, and leaves with\n`culvert unpublish`.\n\n" + publishSyntax
 	return cmd
 }
 
@@ -66,14 +66,19 @@ func publishCommand(use, short string, call func(*api.Client, context.Context, a
 			if len(rows) < len(args) && use == "unpublish" {
 				fmt.Fprintf(cmd.ErrOrStderr(), "culvert: %d of %d were not published\n", len(args)-len(rows), len(args))
 			}
-			failed := 0
+			failed, again := 0, false
 			for _, r := range rows {
 				if r.State == "failed" || r.State == "skipped" {
 					failed++
+					again = again || r.State == "failed"
 				}
 			}
 			if failed > 0 {
-				return &failedError{fmt.Sprintf("%d of %d not published", failed, len(rows))}
+				text := fmt.Sprintf("%d of %d not published", failed, len(rows))
+				if again {
+					text += "; what failed stays wanted and is tried again, until `culvert unpublish`"
+				}
+				return &failedError{text}
 			}
 			return nil
 		},

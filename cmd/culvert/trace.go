@@ -39,7 +39,7 @@ A filter is in the language of tcpdump (pcap-filter(7)), of which it knows
   inbound, outbound, less N, greater N, and, or, not, parentheses
 
 with numbers for hosts and ports.`,
-		Args: usageArgs(cobra.NoArgs),
+		Args: noArgs("a filter goes behind -f, in quotes"),
 		RunE: func(cmd *cobra.Command, _ []string) error { return o.run(cmd) },
 	}
 	flags := cmd.Flags()

@@ -15,12 +15,16 @@ func newVersion() *cobra.Command {
 	return &cobra.Command{
 		Use:   "version",
 		Short: "Print the version",
-		Args:  usageArgs(cobra.NoArgs),
+		Args:  noArgs(""),
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			_, err := fmt.Fprintf(cmd.OutOrStdout(), "culvert %s%s %s %s/%s\n", version, revision(), runtime.Version(), runtime.GOOS, runtime.GOARCH)
+			_, err := fmt.Fprintf(cmd.OutOrStdout(), "culvert %s\n", versionText())
 			return err
 		},
 	}
+}
+
+func versionText() string {
+	return fmt.Sprintf("%s%s %s %s/%s", version, revision(), runtime.Version(), runtime.GOOS, runtime.GOARCH)
 }
 
 // revision is the commit that the binary was built from, where it knows.

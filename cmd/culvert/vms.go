@@ -20,7 +20,7 @@ func newVMs() *cobra.Command {
   stalled   attached, and the node does not answer
   paused    its VMM paused it; its ports stay open
   gone      it was there and left; its ports are closed until it returns`,
-		Args: usageArgs(cobra.NoArgs),
+		Args: noArgs(""),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			c := client(cmd)
 			defer c.Close()

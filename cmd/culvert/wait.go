@@ -19,10 +19,13 @@ func newWait() *cobra.Command {
 		Long: `Returns when the VM is in the state asked for; fails at the time-out, saying what
 it waits for. "gone" is met too while nothing is attached yet. Without a daemon it
 fails at once, with exit code 3.`,
-		Args: usageArgs(cobra.NoArgs),
+		Args: noArgs("a VM goes behind --vm"),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if state != "ready" && state != "gone" {
 				return &usageError{fmt.Errorf("state %q is neither ready nor gone", state)}
+			}
+			if timeout <= 0 {
+				return &usageError{fmt.Errorf("--timeout %s: it is more than nothing, such as 1s", timeout)}
 			}
 			c := client(cmd)
 			defer c.Close()
