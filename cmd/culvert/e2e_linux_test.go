@@ -241,6 +241,7 @@ func TestDaemonLife(t *testing.T) {
 	row := d.rows(t)[0]
 	assert.Equal(t, "pending", row.State)
 	assert.Equal(t, "10.0.2.2:80", row.Guest, "the target is known before the VM is there")
+	assert.Equal(t, "VM vm1 is waiting: nothing has attached yet", row.Detail)
 
 	guest := d.attach(t)
 	d.cli(t, "wait", "--timeout", "10s")
@@ -269,7 +270,7 @@ func TestDaemonLife(t *testing.T) {
 	d.cli(t, "wait", "--for", "gone", "--timeout", "10s")
 	for _, r := range d.rows(t) {
 		assert.Equal(t, "pending", r.State)
-		assert.Contains(t, r.Detail, "vm1")
+		assert.Contains(t, r.Detail, "VM vm1 is gone: ")
 	}
 	portsFree(t, published[0].Bound)
 	d.attach(t)

@@ -2,6 +2,7 @@ package daemon
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"net/http"
 	"slices"
@@ -9,6 +10,7 @@ import (
 	"time"
 
 	"github.com/culvertnet/culvert/cmd/internal/api"
+	"github.com/culvertnet/culvert/reconcile"
 	"github.com/culvertnet/culvert/stack"
 	"github.com/culvertnet/culvert/stack/listener"
 )
@@ -81,6 +83,9 @@ func (d *Daemon) listener(r stack.Row) api.Listener {
 	if vm := d.vm(spec.Target.VM); vm != nil {
 		l.Guest = spec.GuestString(vm.vm.Node) // also while the VM is not there
 	}
+	if errors.Is(o.Err, listener.ErrNoVM) {
+		l.Detail = d.absent(spec.Target.VM, o.Detail)
+	}
 	for _, b := range o.Bound {
 		l.Bound = append(l.Bound, b.String())
 	}
@@ -89,6 +94,17 @@ func (d *Daemon) listener(r stack.Row) api.Listener {
 		l.Flows.Refused += n
 	}
 	return l
+}
+
+// absent says what a row waits for whose VM is not there for listeners: it may be
+// attached and not have answered. said is the row's own word for it.
+func (d *Daemon) absent(vm, said string) string {
+	for _, v := range d.vms.Views() {
+		if v.Name == vm && v.State != reconcile.VMReady && v.Detail != "" {
+			return fmt.Sprintf("VM %s is %s: %s", vm, v.State, v.Detail)
+		}
+	}
+	return said
 }
 
 func ownerOf(o listener.Owner) api.Owner { return api.Owner{Kind: o.Kind, ID: o.ID} }
