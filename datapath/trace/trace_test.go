@@ -23,7 +23,6 @@ import (
 // memoryPeer is the guest's end of a memory pair.
 type memoryPeer struct {
 	att  datapath.Attachment
-	buf  []byte
 	recv chan []byte
 	once sync.Once
 }
