@@ -1,7 +1,6 @@
 package daemon
 
 import (
-	"bytes"
 	"context"
 	"fmt"
 	"io"
@@ -10,248 +9,22 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"net/netip"
+	"os"
 	"path/filepath"
-	"regexp"
 	"runtime"
 	"slices"
 	"strings"
-	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/culvertnet/culvert/cmd/internal/api"
-	"github.com/culvertnet/culvert/datapath"
-	"github.com/culvertnet/culvert/datapath/memory"
-	"github.com/culvertnet/culvert/datapath/virtio"
-	"github.com/culvertnet/culvert/reconcile"
-	"github.com/culvertnet/culvert/stack"
 	"github.com/culvertnet/culvert/stack/listener"
-	"github.com/culvertnet/culvert/stack/netstack"
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 	"github.com/prometheus/client_golang/prometheus/testutil/promlint"
-	dto "github.com/prometheus/client_model/go"
-	"github.com/prometheus/common/expfmt"
-	"github.com/prometheus/common/model"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 )
-
-// Whole daemons, with guests in memory:
-//
-//	http ── metrics ── Run ── memory.Pair ── a second stack with an echo server
-
-const patience = 30 * time.Second
-
-// A bed is a daemon that runs until the test ends.
-type bed struct {
-	metrics string // its address
-	client  *api.Client
-	health  http.Client // of the API's socket
-	guests  chan datapath.Attachment
-}
-
-var metricsAt = regexp.MustCompile(`msg="serving metrics" listen=(\S+)`)
-
-// start runs a daemon with a config to which the API's socket and the metrics are
-// added, and returns when it serves.
-func start(t *testing.T, config string) *bed {
-	t.Helper()
-	noLeaks(t)
-	socket := filepath.Join(t.TempDir(), "api.sock")
-	c, err := ParseConfig("c.yaml", []byte("metrics: 127.0.0.1:0\n"+config), Overrides{APISocket: socket})
-	require.NoError(t, err)
-	b := &bed{client: api.NewClient(socket), guests: make(chan datapath.Attachment, 4)}
-	b.health.Transport = &http.Transport{DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
-		return new(net.Dialer).DialContext(ctx, "unix", socket)
-	}}
-	var log bytes.Buffer // written before Started is called, read after
-	ctx, end := context.WithCancel(context.Background())
-	started, ended := make(chan struct{}), make(chan error, 1)
-	var quiet atomic.Bool
-	go func() {
-		ended <- Run(ctx, c, Options{
-			Log: slog.New(slog.NewTextHandler(writer(func(p []byte) {
-				if !quiet.Load() {
-					log.Write(p)
-				}
-			}), nil)),
-			Version: "v1.2.3", Memory: func(ctx context.Context) (datapath.Attachment, error) {
-				select {
-				case att := <-b.guests:
-					return att, nil
-				case <-ctx.Done():
-					return nil, ctx.Err()
-				}
-			},
-			Started: func() { quiet.Store(true); close(started) },
-		})
-	}()
-	t.Cleanup(func() {
-		b.client.Close()
-		b.health.CloseIdleConnections()
-		http.DefaultClient.CloseIdleConnections()
-		end()
-		assert.NoError(t, <-ended)
-	})
-	select {
-	case <-started:
-	case err := <-ended:
-		ended <- nil
-		require.FailNow(t, "the daemon does not start", "%v", err)
-	}
-	m := metricsAt.FindSubmatch(log.Bytes())
-	require.NotNil(t, m, "%s", log.Bytes())
-	b.metrics = string(m[1])
-	return b
-}
-
-// noLeaks fails the test when its end leaves a goroutine.
-func noLeaks(t *testing.T) {
-	t.Helper()
-	before := runtime.NumGoroutine()
-	t.Cleanup(func() {
-		for wait := 0; runtime.NumGoroutine() > before; wait++ {
-			if wait == 300 {
-				buf := make([]byte, 1<<18)
-				t.Errorf("goroutines are left:\n%s", buf[:runtime.Stack(buf, true)])
-				return
-			}
-			time.Sleep(10 * time.Millisecond)
-		}
-	})
-}
-
-type writer func([]byte)
-
-func (w writer) Write(p []byte) (int, error) { w(p); return len(p), nil }
-
-// A guestEnd is the guest's end of a link. A mute one loses what the guest sends.
-type guestEnd struct {
-	datapath.Attachment
-	pairs []datapath.QueuePair
-	mute  atomic.Bool
-}
-
-func (g *guestEnd) QueuePairs() []datapath.QueuePair { return g.pairs }
-
-type mutablePair struct {
-	datapath.QueuePair
-	end *guestEnd
-}
-
-func (p mutablePair) WriteBatch(frames []datapath.Frame) (int, error) {
-	if p.end.mute.Load() {
-		return len(frames), nil
-	}
-	return p.QueuePair.WriteBatch(frames)
-}
-
-// attach gives the daemon a guest that echoes at TCP port 80 and has no other
-// port, and waits until the VM is ready.
-func (b *bed) attach(t *testing.T, vm string) *guestEnd {
-	t.Helper()
-	offloads := virtio.OffloadCSum | virtio.OffloadTSO4
-	ours, theirs := memory.Pair(memory.Options{ToGuest: offloads, FromGuest: offloads})
-	g := &guestEnd{Attachment: theirs}
-	for _, qp := range theirs.QueuePairs() {
-		g.pairs = append(g.pairs, mutablePair{qp, g})
-	}
-	s, err := netstack.New(g, netstack.Options{
-		Node: netip.MustParseAddr("10.0.2.1"), Gateway: netip.MustParsePrefix("10.0.2.2/24"), MTU: 1500, Seed: "guest",
-	})
-	require.NoError(t, err)
-	l, err := s.ListenTCP(80)
-	require.NoError(t, err)
-	ended := make(chan struct{})
-	go func() {
-		defer close(ended)
-		for {
-			c, err := l.Accept()
-			if err != nil {
-				return
-			}
-			_, _ = io.Copy(c, c)
-			c.Close()
-		}
-	}()
-	t.Cleanup(func() {
-		s.Close()
-		<-ended
-	})
-	b.guests <- ours
-	b.waitState(t, vm, "ready")
-	return g
-}
-
-func (b *bed) vm(t *testing.T, name string) api.VM {
-	t.Helper()
-	vms, err := b.client.VMs(t.Context())
-	require.NoError(t, err)
-	i := slices.IndexFunc(vms, func(vm api.VM) bool { return vm.Name == name })
-	require.GreaterOrEqual(t, i, 0, "no VM %s", name)
-	return vms[i]
-}
-
-func (b *bed) waitState(t *testing.T, vm, state string) {
-	t.Helper()
-	require.Eventually(t, func() bool { return b.vm(t, vm).State == state }, patience, 20*time.Millisecond, "%s is not %s", vm, state)
-}
-
-// text scrapes.
-func (b *bed) text(t *testing.T) string {
-	t.Helper()
-	resp, err := http.Get("http://" + b.metrics + "/metrics")
-	require.NoError(t, err)
-	defer resp.Body.Close()
-	text, err := io.ReadAll(resp.Body)
-	require.NoError(t, err)
-	require.Equal(t, http.StatusOK, resp.StatusCode, "%s", text)
-	assert.Contains(t, resp.Header.Get("Content-Type"), "text/plain")
-	return string(text)
-}
-
-// A shown is what one scrape shows, by the name of the metric.
-type shown map[string]*dto.MetricFamily
-
-func (b *bed) scrape(t *testing.T) shown {
-	t.Helper()
-	parser := expfmt.NewTextParser(model.LegacyValidation)
-	families, err := parser.TextToMetricFamilies(strings.NewReader(b.text(t)))
-	require.NoError(t, err)
-	return families
-}
-
-// find returns the value of the one series with the labels, given as "name=value".
-func (s shown) find(name string, labels ...string) (v float64, ok bool) {
-	f := s["culvert_"+name]
-	if f == nil {
-		return 0, false
-	}
-	for _, m := range f.Metric {
-		left := slices.Clone(labels)
-		for _, l := range m.Label {
-			left = slices.DeleteFunc(left, func(want string) bool { return want == l.GetName()+"="+l.GetValue() })
-		}
-		if len(left) == 0 {
-			return m.GetGauge().GetValue() + m.GetCounter().GetValue() + float64(m.GetHistogram().GetSampleCount()), true
-		}
-	}
-	return 0, false
-}
-
-func (s shown) value(t *testing.T, name string, labels ...string) float64 {
-	t.Helper()
-	v, ok := s.find(name, labels...)
-	require.True(t, ok, "no culvert_%s%v in the scrape", name, labels)
-	return v
-}
-
-func (s shown) absent(t *testing.T, name string, labels ...string) {
-	t.Helper()
-	_, ok := s.find(name, labels...)
-	assert.False(t, ok, "culvert_%s%v is in the scrape", name, labels)
-}
 
 // full is a config with everything in it that makes metrics.
 const full = `
@@ -441,6 +214,17 @@ func TestFB172MetricsPort(t *testing.T) {
 	b.scrape(t)
 }
 
+// A reload does not move the port, and says so.
+func TestMetricsReload(t *testing.T) {
+	b := start(t, "vms: [{name: a, attach: memory}]")
+	config := "metrics: ''\nvms: [{name: a, attach: memory, publish: ['0:80']}]"
+	b.next.Store(&config)
+	b.hangup <- os.Interrupt
+	require.Eventually(t, func() bool { return strings.Contains(b.log.String(), "config reloaded") }, patience, 10*time.Millisecond)
+	assert.Contains(t, b.log.String(), `msg="config key needs a restart to change; the running value stays" key=metrics`)
+	assert.EqualValues(t, 1, b.scrape(t).value(t, "listeners", "vm=a", "state=pending"), "the rest was applied")
+}
+
 func TestMetricsPortTaken(t *testing.T) {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	require.NoError(t, err)
@@ -450,7 +234,8 @@ func TestMetricsPortTaken(t *testing.T) {
 	c, err := ParseConfig("c.yaml", []byte(fmt.Sprintf("metrics: %s\nnames: {listen: '127.0.0.1:0'}\nvms: [{attach: memory}]", l.Addr())), Overrides{APISocket: socket})
 	require.NoError(t, err)
 	err = Run(t.Context(), c, Options{Log: slog.New(slog.DiscardHandler)})
-	require.ErrorContains(t, err, fmt.Sprintf("metrics: host port %s/tcp is in use by daemon.test (pid ", l.Addr()))
+	require.ErrorContains(t, err, fmt.Sprintf("metrics: host port %s/tcp is in use by ", l.Addr()))
+	assert.ErrorContains(t, err, fmt.Sprintf("(pid %d)", os.Getpid()))
 	assert.NotContains(t, err.Error(), "\n")
 	assert.NoFileExists(t, socket)
 }
@@ -523,21 +308,6 @@ func TestTruthIsOne(t *testing.T) {
 	s.absent(t, "vm_last_frame_timestamp_seconds", "vm=a")
 }
 
-// newIdle returns a daemon of which nothing runs.
-func newIdle(tb testing.TB) *Daemon {
-	tb.Helper()
-	d := &Daemon{opts: Options{Version: "v1"}, attachers: make(map[string]*attacher)}
-	log := slog.New(slog.DiscardHandler)
-	d.loop = reconcile.NewLoop(nobody{}, log)
-	d.vms = reconcile.NewVMs(d.loop, log)
-	tb.Cleanup(d.vms.Close)
-	var err error
-	d.forwarder, err = stack.New(stack.Options{})
-	require.NoError(tb, err)
-	tb.Cleanup(func() { d.forwarder.Shutdown(context.Background()) })
-	return d
-}
-
 // BenchmarkScrape is a whole scrape, as text, with 10 000 rows, and with none;
 // stack's BenchmarkTotals is what flows cost.
 func BenchmarkScrape(b *testing.B) {
@@ -562,12 +332,3 @@ func BenchmarkScrape(b *testing.B) {
 		})
 	}
 }
-
-// nobody is a Publisher without listeners.
-type nobody struct{}
-
-func (nobody) Publish(_ context.Context, _ listener.Owner, specs []listener.Spec) []listener.Outcome {
-	return make([]listener.Outcome, len(specs))
-}
-func (nobody) Withdraw(context.Context, listener.Owner) {}
-func (nobody) Owners() []listener.Owner                 { return nil }
