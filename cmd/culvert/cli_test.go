@@ -273,7 +273,7 @@ func TestChanges(t *testing.T) {
 	var out bytes.Buffer
 	rows, err := fakeBackend{}.Listeners("")
 	require.NoError(t, err)
-	c := &changes{out: &out}
+	c := &changes[api.Listener]{kind: listeners, out: &out}
 	require.NoError(t, c.show(rows))
 	first := out.String()
 	assert.Equal(t, 3, strings.Count(first, "\n"), first)
@@ -294,7 +294,7 @@ func TestChanges(t *testing.T) {
 	require.NoError(t, c.show(rows[1:]))
 	assert.Contains(t, out.String(), "gone")
 	out.Reset()
-	require.NoError(t, (&changes{out: &out, json: true}).show(rows))
+	require.NoError(t, (&changes[api.Listener]{kind: listeners, out: &out, json: true}).show(rows))
 	for line := range strings.Lines(out.String()) {
 		assert.NoError(t, json.Unmarshal([]byte(line), new(api.Listener)), "one document a line")
 	}

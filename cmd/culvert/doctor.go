@@ -91,7 +91,7 @@ func stepPlace(s api.Step) string {
 // writeSteps writes steps as a table, and below a broken one what to do. Nothing is
 // cut off at a terminal's edge: it is to be read.
 func writeSteps(w io.Writer, steps []api.Step) error {
-	t := &table{head: []string{"", "STEP", "STATE", "DETAIL"}, state: 2}
+	t := &table{head: []string{"WHERE", "STEP", "STATE", "DETAIL"}, state: 2}
 	before := ""
 	for _, s := range steps {
 		place := stepPlace(s)

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"net/http"
+	"slices"
 	"strings"
 
 	"github.com/culvertnet/culvert/cmd/internal/api"
@@ -28,7 +29,8 @@ With an argument only its rows are shown: those of a container, by its id, its
 name or four or more characters that only its id begins with; of a Service, as
 namespace/name; or of a publish as it was asked for.
 
-With -w a terminal shows the list as it is at every moment. Elsewhere it is printed
+With -w a terminal shows the list as it is at every moment, and the bytes of the last
+second. Elsewhere it is printed
 once, and then each row that has changed; one that has left is "gone". With -o json
 each row is a document of its own then, on one line.`,
 		Args: usageArgs(cobra.MaximumNArgs(1)),
@@ -60,7 +62,7 @@ each row is a document of its own then, on one line.`,
 				return rows, err
 			}
 			if follow {
-				return watch(cmd, c, list)
+				return watch(cmd, c, listeners, list)
 			}
 			rows, err := list(cmd.Context())
 			if err != nil {
@@ -74,6 +76,22 @@ each row is a document of its own then, on one line.`,
 	cmd.Flags().BoolVarP(&follow, "watch", "w", false, "follow what changes")
 	addOutput(cmd)
 	return cmd
+}
+
+// listeners is how rows of the ledger are followed.
+var listeners = kind[api.Listener]{
+	table: listenerTable,
+	name: func(r api.Listener) string {
+		return fmt.Sprintf("%s %s %s %s/%s", r.Owner.Kind, r.Owner.ID, r.VM, r.Host, r.Protocol)
+	},
+	same: func(a, b api.Listener) bool {
+		return a.State == b.State && a.Detail == b.Detail && a.Guest == b.Guest && slices.Equal(a.Bound, b.Bound)
+	},
+	gone: func(r api.Listener) api.Listener {
+		r.State, r.Detail, r.Bound = "gone", "", []string{}
+		return r
+	},
+	bytes: func(r api.Listener) api.Traffic { return r.Bytes },
 }
 
 func listenerTable(rows []api.Listener) *table {

@@ -10,6 +10,7 @@ import (
 )
 
 func newVMs() *cobra.Command {
+	var follow bool
 	cmd := &cobra.Command{
 		Use:   "vms",
 		Short: "List the VMs: how they are attached, their state, counters",
@@ -19,11 +20,17 @@ func newVMs() *cobra.Command {
   ready     attached, and the node answers through the datapath
   stalled   attached, and the node does not answer
   paused    its VMM paused it; its ports stay open
-  gone      it was there and left; its ports are closed until it returns`,
+  gone      it was there and left; its ports are closed until it returns
+
+With -w a terminal shows the list as it is, and the bytes of the last second. Elsewhere it is
+printed once, and then each VM that has changed.`,
 		Args: noArgs(""),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			c := client(cmd)
 			defer c.Close()
+			if follow {
+				return watch(cmd, c, machines, c.VMs)
+			}
 			vms, err := c.VMs(cmd.Context())
 			if err != nil {
 				return err
@@ -31,8 +38,23 @@ func newVMs() *cobra.Command {
 			return printList(cmd, vms, vmTable)
 		},
 	}
+	cmd.Flags().BoolVarP(&follow, "watch", "w", false, "follow what changes")
 	addOutput(cmd)
 	return cmd
+}
+
+// machines is how VMs are followed.
+var machines = kind[api.VM]{
+	table: vmTable,
+	name:  func(v api.VM) string { return v.Name },
+	same: func(a, b api.VM) bool {
+		return a.State == b.State && vmDetail(a) == vmDetail(b) && a.Generation == b.Generation
+	},
+	gone: func(v api.VM) api.VM {
+		v.State, v.Detail = "removed", "" // gone is a VM that is followed still
+		return v
+	},
+	bytes: func(v api.VM) api.Traffic { return v.Bytes },
 }
 
 func vmTable(vms []api.VM) *table {

@@ -52,7 +52,7 @@ func (d *Daemon) checkUp(ctx context.Context, c *checkup) {
 		why = "the VM is " + view.State.String()
 		c.broken(atVM, sentence(view.State.String(), view.Detail), comeBack(a.vm))
 	default:
-		c.ok(atVM, "attached as %s for %s, life %d", a.vm.Attach, forHowLong(view.Since), view.Generation)
+		c.ok(atVM, "attached as %s, %s for %s, life %d", a.vm.Attach, view.State, forHowLong(view.Since), view.Generation)
 	}
 	if why != "" {
 		for _, step := range []string{atLink, atNode} {
