@@ -165,22 +165,34 @@ func create(cfg Config, ns *namespace) (files []*os.File, err error) {
 }
 
 // setUp sets what the interface needs to carry frames, and sets it up. It runs
-// inside the guest's namespace.
+// inside the guest's namespace. Who only owns a persistent tap may open it and
+// set nothing: its administrator has then, or is told what to set.
 func setUp(cfg Config, link netlink.Link) error {
 	if link.Attrs().TxQLen < queueLen { // an administrator's longer one stays
-		if err := netlink.LinkSetTxQLen(link, queueLen); err != nil {
+		// One that stays short drops sooner under load, and that is all.
+		if err := netlink.LinkSetTxQLen(link, queueLen); err != nil && !errors.Is(err, unix.EPERM) {
 			return fmt.Errorf("set txqueuelen %d: %w", queueLen, err)
 		}
 	}
 	if cfg.MTU != 0 && cfg.MTU != link.Attrs().MTU {
 		if err := netlink.LinkSetMTU(link, cfg.MTU); err != nil {
-			return fmt.Errorf("set MTU %d: %w", cfg.MTU, err)
+			return notSet(fmt.Sprintf("mtu %d", cfg.MTU), cfg.Name, err)
 		}
 	}
-	if err := netlink.LinkSetUp(link); err != nil {
-		return fmt.Errorf("set interface up: %w", err)
+	if link.Attrs().Flags&net.FlagUp == 0 {
+		if err := netlink.LinkSetUp(link); err != nil {
+			return notSet("up", cfg.Name, err)
+		}
 	}
 	return nil
+}
+
+// notSet is why an interface's setting could not be made, in ip's words.
+func notSet(what, name string, err error) error {
+	if errors.Is(err, unix.EPERM) {
+		return fmt.Errorf("set interface %s: %w: CAP_NET_ADMIN is needed, or `ip link set %s %s` beforehand", what, err, name, what)
+	}
+	return fmt.Errorf("set interface %s: %w", what, err)
 }
 
 // hardwareAddr makes a locally administered unicast address (IEEE 802, the low

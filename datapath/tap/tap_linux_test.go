@@ -305,14 +305,7 @@ func TestOpenErrors(t *testing.T) {
 	}
 	t.Run("NoCapability", func(t *testing.T) {
 		err := ns.Do(func() error {
-			// On this thread only, which ends with the function.
-			hdr := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
-			var data [2]unix.CapUserData
-			if err := unix.Capget(&hdr, &data[0]); err != nil {
-				return err
-			}
-			data[0].Effective &^= 1 << unix.CAP_NET_ADMIN
-			if err := unix.Capset(&hdr, &data[0]); err != nil {
+			if err := dropNetAdmin(); err != nil {
 				return err
 			}
 			_, err := Open(Config{Name: ifname})
@@ -321,6 +314,50 @@ func TestOpenErrors(t *testing.T) {
 		assert.ErrorIs(t, err, os.ErrPermission)
 		assert.ErrorContains(t, err, "CAP_NET_ADMIN is needed")
 	})
+}
+
+// dropNetAdmin takes the right to set interfaces from this thread, which the
+// caller has for itself and ends.
+func dropNetAdmin() error {
+	hdr := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
+	var data [2]unix.CapUserData
+	if err := unix.Capget(&hdr, &data[0]); err != nil {
+		return err
+	}
+	data[0].Effective &^= 1 << unix.CAP_NET_ADMIN
+	return unix.Capset(&hdr, &data[0])
+}
+
+// TestAdoptUnprivileged: a persistent tap that is set up already needs no
+// capability; of one that is not, the error says what to set.
+func TestAdoptUnprivileged(t *testing.T) {
+	ns := newGuestNS(t)
+	mustMakePersistent(t, ns, netlink.TUNTAP_DEFAULTS)
+	open := func(cfg Config) (a datapath.Attachment, err error) {
+		err = ns.Do(func() (err error) {
+			if err := dropNetAdmin(); err != nil {
+				return err
+			}
+			a, err = Open(cfg)
+			return err
+		})
+		return a, err
+	}
+	_, err := open(Config{Name: ifname})
+	assert.ErrorIs(t, err, os.ErrPermission)
+	assert.ErrorContains(t, err, "or `ip link set "+ifname+" up` beforehand")
+	require.NoError(t, ns.Do(func() error {
+		link, err := netlink.LinkByName(ifname)
+		if err != nil {
+			return err
+		}
+		return netlink.LinkSetUp(link)
+	}))
+	_, err = open(Config{Name: ifname, MTU: 9000})
+	assert.ErrorContains(t, err, "or `ip link set "+ifname+" mtu 9000` beforehand")
+	a, err := open(Config{Name: ifname, MTU: 1500})
+	require.NoError(t, err)
+	require.NoError(t, a.Close())
 }
 
 // TestSetOffload: a kernel without USO is asked again without it; any other
