@@ -80,21 +80,32 @@ func testContainerRange(t *testing.T, e *containersEnv) {
 	port := e.ports(t, n)
 	id, started := e.container(t, "-p", fmt.Sprintf("%d-%d:%d-%d", port, port+n-1, first, first+n-1), "guestd")
 	e.within(t, started, time.Second, "rows", func() error { return e.allForwarded(t, id, n) })
-	ask := func(guest int, question string) string {
-		c, err := net.DialTimeout("tcp", onLoopback(port+guest-first), 10*time.Second)
-		require.NoError(t, err)
-		defer c.Close()
-		require.NoError(t, c.SetDeadline(time.Now().Add(30*time.Second)))
-		_, err = io.WriteString(c, question)
-		require.NoError(t, err)
-		require.NoError(t, c.(*net.TCPConn).CloseWrite())
-		answer, err := io.ReadAll(c)
-		require.NoError(t, err, "port %d", guest)
-		return string(answer)
+	answers := func(guest int, question, want string) func() error {
+		return func() error {
+			c, err := net.DialTimeout("tcp", onLoopback(port+guest-first), 10*time.Second)
+			if err != nil {
+				return err
+			}
+			defer c.Close()
+			if err := c.SetDeadline(time.Now().Add(30 * time.Second)); err != nil {
+				return err
+			}
+			if _, err := io.WriteString(c, question); err != nil {
+				return err
+			}
+			if err := c.(*net.TCPConn).CloseWrite(); err != nil {
+				return err
+			}
+			answer, err := io.ReadAll(c)
+			if err == nil && string(answer) != want {
+				err = fmt.Errorf("port %d answers %q", guest, answer)
+			}
+			return err
+		}
 	}
-	assert.Equal(t, "line\n", ask(portLine, "line\n"))
-	assert.Equal(t, "OK 5\n", ask(portAnswer50ms, "hello"))
-	assert.Equal(t, fmt.Sprintf("%s %d\n", knownHash(0), 0), ask(portSink, ""))
+	e.within(t, started, time.Second, "traffic", answers(portLine, "line\n", "line\n"))
+	require.NoError(t, answers(portAnswer50ms, "hello", "OK 5\n")())
+	require.NoError(t, answers(portSink, "", fmt.Sprintf("%s %d\n", knownHash(0), 0))())
 	c, err := net.Dial("tcp", onLoopback(port)) // nobody's
 	if err == nil {
 		require.NoError(t, c.SetDeadline(time.Now().Add(20*time.Second)))
