@@ -190,7 +190,7 @@ func (c *checkup) askEngine(ctx context.Context, w *walk, a *attacher, why strin
 		_ = client.Close()
 	}
 	if err != nil {
-		w.broken(atEngine, sentence(config.Endpoint+" does not list its containers", err.Error()),
+		w.broken(atEngine, err.Error(),
 			"see in the guest whether the engine runs and listens there; rows of containers stay as they are until it answers")
 		return
 	}
