@@ -43,8 +43,8 @@ type engineBed interface {
 // of its own where it is asked to pick, as it else would not know what is free on
 // the host (FB-071).
 const (
-	containerPorts = 900 // for the tests to name
-	enginePorts    = 200 // for the engine to pick
+	containerPorts = 250 // for the tests to name
+	enginePorts    = 40  // for the engine to pick
 	hostPorts      = containerPorts + enginePorts + 1
 )
 
