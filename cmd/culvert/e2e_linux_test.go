@@ -262,6 +262,16 @@ func TestDaemonLife(t *testing.T) {
 	assert.Equal(t, published[0].Bound, ours[0].Bound)
 	assert.Equal(t, uint64(2), ours[0].Flows.Total)
 
+	// A row is found by what a person sees of it.
+	for _, of := range []string{"0:80/tcp", "0:80", "0"} {
+		assert.Len(t, d.rows(t, of), 2, of)
+	}
+	assert.Len(t, d.rows(t, published[0].Bound[0]+"/tcp"), 1)
+	assert.Len(t, d.rows(t, published[0].Bound[1]), 1)
+	for _, of := range []string{"0:8", "0:80/t", published[0].Bound[0] + "/udp"} {
+		d.fails(t, exitFailed, "there is no row", "ls", of)
+	}
+
 	// Publishing again changes nothing (C-2).
 	assert.Contains(t, d.cli(t, "publish", "0:80"), published[0].Bound[0])
 	assert.Len(t, d.rows(t), 2)
@@ -511,6 +521,9 @@ func TestFollow(t *testing.T) {
 	assert.Contains(t, <-out, "pending")
 	d.attach(t)
 	row := <-out
+	for strings.Contains(row, "pending") { // attached, and not heard yet
+		row = <-out
+	}
 	assert.Contains(t, row, "forwarded")
 	assert.NotContains(t, row, "HOST")
 	d.cli(t, "publish", "0:81")

@@ -27,7 +27,8 @@ func newLs() *cobra.Command {
 
 With an argument only its rows are shown: those of a container, by its id, its
 name or four or more characters that only its id begins with; of a Service, as
-namespace/name; or of a publish as it was asked for.
+namespace/name; of a publish as it was asked for, or by its host port; or of what
+stands under HOST.
 
 With -w a terminal shows the list as it is at every moment, and the bytes of the last
 second. Elsewhere it is printed

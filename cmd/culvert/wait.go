@@ -101,6 +101,9 @@ func findVM(ctx context.Context, c *api.Client, name string) (api.VM, error) {
 			return v, nil
 		}
 	}
+	if name == "" && len(vms) == 0 {
+		return api.VM{}, &failedError{"there is no VM: the daemon's config or --attach names them"}
+	}
 	if name == "" {
 		return api.VM{}, &usageError{fmt.Errorf("there are %d VMs: name one with --vm", len(vms))}
 	}

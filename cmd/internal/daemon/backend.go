@@ -277,6 +277,9 @@ func (d *Daemon) pick(name string) (string, error) {
 			return name, nil
 		}
 	}
+	if len(views) == 0 {
+		return "", &api.Problem{Status: http.StatusNotFound, Detail: "there is no VM: the daemon's config or --attach names them"}
+	}
 	if name == "" {
 		return "", &api.Problem{Status: http.StatusBadRequest, Detail: fmt.Sprintf("there are %d VMs: name one with --vm", len(views))}
 	}

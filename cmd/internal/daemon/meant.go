@@ -3,6 +3,7 @@ package daemon
 import (
 	"errors"
 	"net/http"
+	"slices"
 	"strings"
 
 	"github.com/culvertnet/culvert/cmd/internal/api"
@@ -12,8 +13,9 @@ import (
 
 // meant says which of rows a person means by text: an owner by its whole id; a
 // container by its name or the beginning of its id (C-36); a Service by
-// namespace/name, or by its name; a publish of the config or the CLI by the
-// beginning of its text. The first of these that fits anything is meant.
+// namespace/name, or by its name; a publish of the config or the CLI by its
+// text or the first parts of it, so by its host port; any row by its host
+// address and port. The first of these that fits anything is meant.
 func (d *Daemon) meant(text string, rows []api.Listener) (func(api.Listener) bool, error) {
 	fits := func(match func(api.Listener) bool) bool {
 		for _, r := range rows {
@@ -47,6 +49,11 @@ func (d *Daemon) meant(text string, rows []api.Listener) (func(api.Listener) boo
 		return service, nil
 	}
 	return func(r api.Listener) bool {
-		return (r.Owner.Kind == listener.KindConfig || r.Owner.Kind == listener.KindCLI) && strings.HasPrefix(r.Owner.ID, text)
+		at := strings.TrimSuffix(text, "/"+r.Protocol)
+		if r.Host == at || slices.Contains(r.Bound, at) {
+			return true
+		}
+		rest, begins := strings.CutPrefix(r.Owner.ID, text)
+		return begins && text != "" && (r.Owner.Kind == listener.KindConfig || r.Owner.Kind == listener.KindCLI) && strings.ContainsAny(rest[:1], ":/")
 	}, nil
 }
