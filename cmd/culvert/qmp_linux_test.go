@@ -132,8 +132,8 @@ func (e *qmpEnv) up(t *testing.T) {
 	e.hosts = e.env.hosts(t)
 }
 
-// TestQMP leads one QEMU, on one connection, through all that its monitor can say.
-func TestQMP(t *testing.T) {
+// TestSuiteQEMUMonitor leads one QEMU, on one connection, through all that its monitor can say.
+func TestSuiteQEMUMonitor(t *testing.T) {
 	needsTime(t)
 	link := filepath.Join(shortTempDir(t), "vm.sock")
 	e := newQMP(t, "qemu:unix:"+link, []string{"-netdev", "stream,id=n0,server=off,addr.type=unix,addr.path=" + link},
@@ -156,8 +156,8 @@ func TestQMP(t *testing.T) {
 	)
 }
 
-// TestQMPVhostUser is a pause that stops rings, too.
-func TestQMPVhostUser(t *testing.T) {
+// TestSuiteVhostUserMonitor is a pause that stops rings, too.
+func TestSuiteVhostUserMonitor(t *testing.T) {
 	needsTime(t)
 	attach := "vhost-user:" + filepath.Join(shortTempDir(t), "vm.sock")
 	e := newQMP(t, attach, []string{attach})
