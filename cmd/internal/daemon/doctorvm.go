@@ -171,9 +171,13 @@ func (c *checkup) probe(ctx context.Context, vm VMLink) {
 	c.skip(atNode, "the link is broken")
 }
 
-// askEngine has the engine list its containers, now.
+// askEngine has the engine list its containers, now: with the client that follows
+// it, which remembers what it need not ask again.
 func (c *checkup) askEngine(ctx context.Context, w *walk, a *attacher, why string) {
-	config := a.guest.config.Load().Docker
+	source := a.guest.containers.Load()
+	if why == "" && source == nil {
+		why = "the VM has not been ready yet"
+	}
 	if why != "" {
 		w.skip(atEngine, "%s", why)
 		return
@@ -181,14 +185,7 @@ func (c *checkup) askEngine(ctx context.Context, w *walk, a *attacher, why strin
 	ctx, cancel := context.WithTimeout(ctx, engineWithin)
 	defer cancel()
 	began := time.Now()
-	client, err := docker.New(docker.Options{
-		Endpoint: config.Endpoint, TLS: docker.TLSFiles{CA: config.CA, Cert: config.Cert, Key: config.Key}, Dial: c.link.DialContext,
-	})
-	var list []docker.Container
-	if err == nil {
-		list, err = client.Containers(ctx)
-		_ = client.Close()
-	}
+	list, err := source.Engine.Containers(ctx)
 	if err != nil {
 		w.broken(atEngine, err.Error(),
 			"see in the guest whether the engine runs and listens there; rows of containers stay as they are until it answers")
@@ -198,7 +195,7 @@ func (c *checkup) askEngine(ctx context.Context, w *walk, a *attacher, why strin
 	for _, one := range list {
 		c.runs[one.ID] = one
 	}
-	w.ok(atEngine, "%s listed %d running containers within %s", config.Endpoint, len(list), time.Since(began).Round(time.Millisecond))
+	w.ok(atEngine, "%s listed %d running containers within %s", a.guest.config.Load().Docker.Endpoint, len(list), time.Since(began).Round(time.Millisecond))
 }
 
 // readCluster says how it stands with the API server, which is watched all the
