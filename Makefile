@@ -50,7 +50,7 @@ test:
 	contrib/engine/build.sh
 	contrib/kube/build.sh
 	CULVERT_TEST_REQUIRE=$(REQUIRE) go test -race -timeout 30m -skip '^Test(Suite(QEMU|Unixgram|VhostUser)|ContainersQEMU)' ./...
-	CULVERT_TEST_REQUIRE=$(REQUIRE) go test -count=1 -timeout 30m -run '^Test(Suite|ContainersQEMU)' ./cmd/culvert
+	CULVERT_TEST_REQUIRE=$(REQUIRE) go test -count=1 -timeout 45m -run '^Test(Suite|ContainersQEMU)' ./cmd/culvert
 	$(MAKE) bench-smoke
 
 # ATTACH=vhost-user shows that attachment instead of QEMU's socket.
