@@ -28,7 +28,8 @@ type Limits struct {
 	Dials    int // TCP flows whose guest has not answered yet
 	// Descriptors keeps some for whom they are not flows: a client is refused
 	// whose own has this number or a higher one, of which the system gives the
-	// lowest that is free. Zero is for no such bound.
+	// lowest that is free. It bounds the host ports of each VM's guest, too (share).
+	// Zero is for no such bounds.
 	Descriptors uintptr
 }
 

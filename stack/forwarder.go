@@ -75,7 +75,8 @@ type Forwarder struct {
 	mu      sync.Mutex
 	table   *listener.Table
 	owners  map[listener.Owner]map[listener.Spec]*row
-	failing map[*row]struct{}     // rows with a RetryAt
+	failing map[*row]struct{} // rows with a RetryAt
+	share   share
 	retired map[TotalsKey]*Totals // of rows that have left
 	vms     map[string]*VM
 	nodes   map[string]netip.Addr // of VMs that are, or were, there
@@ -97,7 +98,8 @@ func New(o Options) (*Forwarder, error) {
 		opts: o, log: o.Log, flows: flowTable{limits: o.Limits}, datagram: make([]byte, maxDatagram),
 		table: listener.NewTable(o.Policy), owners: make(map[listener.Owner]map[listener.Spec]*row),
 		failing: make(map[*row]struct{}), retired: make(map[TotalsKey]*Totals),
-		vms: make(map[string]*VM), nodes: make(map[string]netip.Addr), gateways: make(map[string]netip.Addr), changed: make(chan struct{}),
+		share: newShare(o.Limits.Descriptors),
+		vms:   make(map[string]*VM), nodes: make(map[string]netip.Addr), gateways: make(map[string]netip.Addr), changed: make(chan struct{}),
 	}
 	f.ctx, f.cancel = context.WithCancel(context.Background())
 	group, err := listener.NewGroup(f)

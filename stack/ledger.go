@@ -20,6 +20,8 @@ import (
 //	it can never be        Skipped     Spec invalid, or not served by this version
 //	another row has it     Failed      until the Table promotes it
 //	its VM is not there    Pending     until AttachVM
+//	its VM's guest has     Failed      tried again after Timeouts.BindRetry
+//	its share already
 //	a bind failed          Failed      tried again after Timeouts.BindRetry, and
 //	                                   when a row leaves that may have blocked it
 //	else                   Forwarded
@@ -96,6 +98,7 @@ func (f *Forwarder) closeRows(rows []*row) {
 		r.shut()
 		if r.opened != nil {
 			r.opened.Close()
+			f.share.set(r, 0)
 		}
 	}
 	for _, r := range rows {
@@ -129,6 +132,11 @@ func (f *Forwarder) try(r *row) (promoted []listener.Claim) {
 	if f.judge(r, now) {
 		return nil
 	}
+	sockets := int(r.spec.Ports) * len(f.opts.Policy.Addrs(r.spec.Host.Addr()))
+	if !f.share.allows(r, sockets) {
+		f.settle(r, listener.Outcome{Spec: r.spec, State: listener.Failed, Detail: errShare.Error(), Err: errShare}, now)
+		return nil
+	}
 	vm := f.vms[r.spec.Target.VM]
 	r.open(vm) // before the sockets: they accept at once
 	if r.opened == nil {
@@ -137,6 +145,10 @@ func (f *Forwarder) try(r *row) (promoted []listener.Claim) {
 		r.opened.Retry()
 	}
 	promoted, err := f.claimPicked(r)
+	if len(r.opened.Outcome().Bound) == 0 {
+		sockets = 0
+	}
+	f.share.set(r, sockets)
 	o := r.opened.Outcome()
 	if err != nil {
 		o.State, o.Detail, o.Err = listener.Failed, err.Error(), err

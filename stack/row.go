@@ -37,6 +37,7 @@ type row struct {
 	// Under Forwarder.mu.
 	opened  *listener.Opened // nil before the first try
 	outcome listener.Outcome
+	sockets int // counted in the share of its VM's guest
 
 	vm atomic.Pointer[VM] // where its flows go; nil while closed
 
