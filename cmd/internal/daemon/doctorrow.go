@@ -143,7 +143,7 @@ func sayRefused(w *walk, r subject, to netip.AddrPort, err error) {
 		}
 		w.broken(atGuestPort, fmt.Sprintf("%s refuses: nobody listens there", to), advice)
 	case errors.Is(err, context.DeadlineExceeded), errors.Is(err, syscall.ETIMEDOUT):
-		w.broken(atGuestPort, fmt.Sprintf("%s does not answer, and the node does: the guest's firewall drops it", to),
+		w.broken(atGuestPort, fmt.Sprintf("%s does not answer, while the node does: most likely the guest's firewall drops it", to),
 			fmt.Sprintf("let %s/tcp in, in the guest: iptables -L INPUT, nft list ruleset", to))
 	case errors.Is(err, syscall.EHOSTUNREACH), errors.Is(err, syscall.ENETUNREACH):
 		w.broken(atGuestPort, fmt.Sprintf("the guest answers that %s cannot be reached", to),
