@@ -154,7 +154,6 @@ func TestDoctorFollowed(t *testing.T) {
 	assert.Empty(t, broken, "neither has to do with a port of the config's")
 }
 
-
 func TestParseHostPort(t *testing.T) {
 	for text, want := range map[string]hostPort{
 		"8080": {port: 8080}, ":8080": {port: 8080}, "8080/udp": {port: 8080, proto: "udp"},
