@@ -3,6 +3,7 @@ package daemon
 import (
 	"context"
 	"fmt"
+	"maps"
 	"net/netip"
 	"slices"
 	"strconv"
@@ -112,7 +113,7 @@ func (d *Daemon) Doctor(ctx context.Context, vm, of string) ([]api.Step, error) 
 	if len(rows) == 0 && of != "" {
 		steps = append(steps, d.nothing(of, checkups)...)
 	}
-	for _, name := range sortedVMs(checkups) {
+	for _, name := range slices.Sorted(maps.Keys(checkups)) {
 		steps = append(steps, checkups[name].steps...)
 		for i, r := range rows {
 			if r.VM != name {
@@ -125,15 +126,6 @@ func (d *Daemon) Doctor(ctx context.Context, vm, of string) ([]api.Step, error) 
 		}
 	}
 	return steps, nil
-}
-
-func sortedVMs(m map[string]*checkup) []string {
-	var names []string
-	for name := range m {
-		names = append(names, name)
-	}
-	slices.Sort(names)
-	return names
 }
 
 // A subject is a row that is walked.
@@ -338,7 +330,7 @@ func (d *Daemon) nothing(of string, checkups map[string]*checkup) []api.Step {
 // engines says which of the VMs looked at hide what their engines run.
 func engines(checkups map[string]*checkup) string {
 	var hidden []string
-	for _, name := range sortedVMs(checkups) {
+	for _, name := range slices.Sorted(maps.Keys(checkups)) {
 		if c := checkups[name]; c.follows && !c.listed {
 			hidden = append(hidden, name)
 		}
