@@ -260,6 +260,7 @@ func TestDaemonLife(t *testing.T) {
 	ours := d.rows(t, "--owner", "cli")
 	require.Len(t, ours, 1)
 	assert.Equal(t, published[0].Bound, ours[0].Bound)
+	assert.Equal(t, published[0].Bound[0], ours[0].Host, "the row shows the port that the kernel picked")
 	assert.Equal(t, uint64(2), ours[0].Flows.Total)
 
 	// A row is found by what a person sees of it.
@@ -372,7 +373,7 @@ func TestStartFails(t *testing.T) {
 	for want, args := range map[string][]string{
 		"no/such":         {"--attach", "a=unixgram:" + dir + "/vm.sock", "--attach", "b=unixgram:/no/such/vm.sock"},
 		"already":         {"--attach", "a=memory", "--attach", "a=memory"},
-		"in use":          {"--attach", "a=unixgram:" + dir + "/vm.sock", "--attach", "b=unixgram:" + dir + "/vm.sock"},
+		"its own":         {"--attach", "a=unixgram:" + dir + "/vm.sock", "--attach", "b=unixgram:" + dir + "/vm.sock"},
 		"there is no VM":  {"-p", "8080:80"},
 		"guest port":      {"--attach", "a=unixgram:" + dir + "/vm.sock", "-p", "8080"},
 		"is not of the f": {"--attach", "unixgram:" + dir + "/vm.sock"},

@@ -83,6 +83,9 @@ each row is a document of its own then, on one line.`,
 var listeners = kind[api.Listener]{
 	table: listenerTable,
 	name: func(r api.Listener) string {
+		if r.Owner.Kind == "config" || r.Owner.Kind == "cli" { // one row each, whose port the kernel may pick anew
+			return r.Owner.Kind + " " + r.Owner.ID
+		}
 		return fmt.Sprintf("%s %s %s %s/%s", r.Owner.Kind, r.Owner.ID, r.VM, r.Host, r.Protocol)
 	},
 	same: func(a, b api.Listener) bool {
@@ -98,10 +101,6 @@ var listeners = kind[api.Listener]{
 func listenerTable(rows []api.Listener) *table {
 	t := &table{head: []string{"HOST", "GUEST", "VM", "STATE", "OWNER", "FLOWS", "TO GUEST", "TO HOST", "DETAIL"}, state: 3}
 	for _, r := range rows {
-		host := r.Host
-		if strings.HasSuffix(host, ":0") && len(r.Bound) > 0 {
-			host = r.Bound[0] // the port the kernel picked
-		}
 		detail := r.Detail
 		if n := r.Flows.Refused; n > 0 {
 			if detail != "" {
@@ -110,7 +109,7 @@ func listenerTable(rows []api.Listener) *table {
 			detail += fmt.Sprintf("%d refused (%s)", n, reasons(r.Flows.Refusals))
 		}
 		t.rows = append(t.rows, []string{
-			host + "/" + r.Protocol, r.Guest, r.VM, r.State, ownerText(r), fmt.Sprint(r.Flows.Active),
+			r.Host + "/" + r.Protocol, r.Guest, r.VM, r.State, ownerText(r), fmt.Sprint(r.Flows.Active),
 			bytesText(r.Bytes.ToGuest), bytesText(r.Bytes.ToHost), detail,
 		})
 	}

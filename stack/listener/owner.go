@@ -21,5 +21,14 @@ const (
 	KindKubernetes = "kubernetes"
 )
 
-// String returns "kind id", as in a sentence that names a holder.
-func (o Owner) String() string { return o.Kind + " " + o.ID }
+// shortID is how much of a container's ID people are shown, as docker does.
+const shortID = 12
+
+// String returns "kind id", as in a sentence that names a holder; a container's
+// ID is cut short.
+func (o Owner) String() string {
+	if o.Kind == KindDocker && len(o.ID) > shortID {
+		return o.Kind + " " + o.ID[:shortID]
+	}
+	return o.Kind + " " + o.ID
+}

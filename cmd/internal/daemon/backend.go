@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"net/http"
+	"net/netip"
 	"slices"
 	"strings"
 	"time"
@@ -85,6 +86,10 @@ func (d *Daemon) listener(r stack.Row) api.Listener {
 	}
 	if errors.Is(o.Err, listener.ErrNoVM) {
 		l.Detail = d.absent(spec.Target.VM, o.Detail)
+	}
+	if spec.Host.Port() == 0 && len(o.Bound) > 0 { // the row shows the port that the kernel picked (C-1)
+		spec.Host = netip.AddrPortFrom(spec.Host.Addr(), o.Bound[0].Port())
+		l.Host = spec.HostString(d.policy)
 	}
 	for _, b := range o.Bound {
 		l.Bound = append(l.Bound, b.String())

@@ -7,6 +7,7 @@ import (
 
 	"github.com/culvertnet/culvert/cmd/internal/api"
 	"github.com/culvertnet/culvert/reconcile"
+	"github.com/culvertnet/culvert/stack/listener"
 )
 
 // reachedEvery is how often it is looked whether engines and clusters answer: one
@@ -74,7 +75,11 @@ type rowKey struct {
 func index(rows []api.Listener) map[rowKey]api.Listener {
 	m := make(map[rowKey]api.Listener, len(rows))
 	for _, r := range rows {
-		m[rowKey{r.Owner, r.Host, r.Protocol, r.Guest}] = r
+		k := rowKey{r.Owner, r.Host, r.Protocol, r.Guest}
+		if r.Owner.Kind == listener.KindConfig || r.Owner.Kind == listener.KindCLI {
+			k.host = "" // there is one for each owner, whose port the kernel may pick anew
+		}
+		m[k] = r
 	}
 	return m
 }
