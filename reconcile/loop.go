@@ -355,7 +355,7 @@ func (l *Loop) converge(ask []listener.Owner) map[listener.Owner][]listener.Outc
 	for _, o := range gone {
 		l.pub.Withdraw(ctx, o)
 		delete(l.told, o)
-		l.log.Info("withdrawn", "owner", o.String())
+		l.log.Info("withdrawn", "owner", o.String(), "vm", o.VM)
 	}
 	outcomes := make(map[listener.Owner][]listener.Outcome, len(publish))
 	for _, w := range publish {

@@ -2,8 +2,6 @@ package main
 
 import (
 	"fmt"
-	"io"
-	"log/slog"
 	"os"
 	"os/signal"
 	"syscall"
@@ -72,14 +70,4 @@ func loadConfig(file string, over daemon.Overrides) (*daemon.Config, error) {
 		return nil, fmt.Errorf("read config: %w", err)
 	}
 	return daemon.ParseConfig(file, text, over)
-}
-
-func newLogger(w io.Writer, c daemon.LogConfig) *slog.Logger {
-	var level slog.Level
-	_ = level.UnmarshalText([]byte(c.Level)) // checked with the config
-	opts := &slog.HandlerOptions{Level: level}
-	if c.Format == "json" {
-		return slog.New(slog.NewJSONHandler(w, opts))
-	}
-	return slog.New(slog.NewTextHandler(w, opts))
 }
