@@ -5,6 +5,7 @@ import (
 	"context"
 	"encoding/json"
 	"flag"
+	"log/slog"
 	"net"
 	"net/http"
 	"os"
@@ -151,7 +152,7 @@ func serveBackend(t *testing.T, b api.Backend) string {
 	socket := filepath.Join(tempDir(t), "api.sock")
 	l, err := net.Listen("unix", socket)
 	require.NoError(t, err)
-	s := api.NewServer(b)
+	s := api.NewServer(b, slog.New(slog.DiscardHandler))
 	done := make(chan error, 1)
 	go func() { done <- s.Serve(l) }()
 	t.Cleanup(func() {

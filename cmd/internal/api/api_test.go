@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"io"
+	"log/slog"
 	"net"
 	"net/http"
 	"os"
@@ -100,7 +101,7 @@ func serve(t *testing.T, b Backend) *Client {
 	socket := tempSocket(t)
 	l, err := net.Listen("unix", socket)
 	require.NoError(t, err)
-	s := NewServer(b)
+	s := NewServer(b, slog.New(slog.DiscardHandler))
 	served := make(chan error, 1)
 	go func() { served <- s.Serve(l) }()
 	c := NewClient(socket)

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"net"
 	"net/http"
 	"strings"
@@ -55,8 +56,8 @@ type Server struct {
 	http    http.Server
 }
 
-// NewServer returns a Server of b.
-func NewServer(b Backend) *Server {
+// NewServer returns a Server of b, which tells log what goes wrong.
+func NewServer(b Backend, log *slog.Logger) *Server {
 	s := &Server{backend: b}
 	mux := http.NewServeMux()
 	mux.HandleFunc("GET /v1/listeners", s.listeners)
@@ -72,7 +73,9 @@ func NewServer(b Backend) *Server {
 	mux.HandleFunc("GET /v1/trace", s.trace)
 	mux.HandleFunc("GET /healthz", s.health)
 	mux.HandleFunc("/", func(w http.ResponseWriter, r *http.Request) { unknown(mux, w, r) })
-	s.http = http.Server{Handler: mux, ReadHeaderTimeout: headerTimeout}
+	s.http = http.Server{
+		Handler: mux, ReadHeaderTimeout: headerTimeout, ErrorLog: slog.NewLogLogger(log.Handler(), slog.LevelWarn),
+	}
 	return s
 }
 

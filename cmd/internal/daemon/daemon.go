@@ -100,7 +100,7 @@ func Run(ctx context.Context, c *Config, o Options) (err error) {
 	d.loop = reconcile.NewLoop(d.forwarder, o.Log)
 	d.static = reconcile.NewStatic(d.loop)
 	d.vms = reconcile.NewVMs(d.loop, o.Log)
-	d.server = api.NewServer(d)
+	d.server = api.NewServer(d, o.Log)
 	d.tracer = d.newTracer(c)
 	dns, err := d.listenNames(c.Names)
 	var metrics *metricsServer
@@ -189,7 +189,7 @@ func (d *Daemon) listenNames(c NamesConfig) (*names.Server, error) {
 		return nil, fmt.Errorf("%w; names.listen in the config says where names are served, and \"\" nowhere", err)
 	}
 	for _, proto := range []listener.Proto{listener.TCP, listener.UDP} {
-		if err := d.forwarder.Reserve(proto, s.Addr(), "the DNS server"); err != nil {
+		if err := d.forwarder.Reserve(proto, s.Addr(), "DNS server"); err != nil {
 			return nil, errors.Join(err, s.Close())
 		}
 	}

@@ -48,14 +48,15 @@ func RaiseDescriptors() error {
 }
 
 // reservedDescriptors is how many flows leave to the rest of the daemon, so that
-// it can be asked, and can follow its guests, when there are too many of them.
+// it can be asked, and can follow its guests, when there are too many of them; of
+// few descriptors it is half.
 const reservedDescriptors = 64
 
 // flowDescriptors returns the number from which on descriptors are not for flows.
 func flowDescriptors() uintptr {
 	var r unix.Rlimit
-	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &r); err != nil || r.Cur < 2*reservedDescriptors {
+	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &r); err != nil {
 		return 0
 	}
-	return uintptr(r.Cur - reservedDescriptors)
+	return uintptr(r.Cur - min(reservedDescriptors, r.Cur/2))
 }
