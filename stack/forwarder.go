@@ -76,6 +76,7 @@ type Forwarder struct {
 	table   *listener.Table
 	owners  map[listener.Owner]map[listener.Spec]*row
 	failing map[*row]struct{} // rows with a RetryAt
+	blocked map[*row]struct{} // those of them whose port is in use
 	share   share
 	retired map[TotalsKey]*Totals // of rows that have left
 	vms     map[string]*VM
@@ -83,7 +84,7 @@ type Forwarder struct {
 	// gateways are our own addresses on VMs' links.
 	gateways map[string]netip.Addr
 	asked    uint64
-	retry    *time.Timer // the earliest RetryAt; nil when none is due
+	retry    *time.Timer // for the earliest RetryAt, or before it; nil when no row is failing
 	closed   bool
 	changed  chan struct{}
 }
@@ -97,7 +98,7 @@ func New(o Options) (*Forwarder, error) {
 	f := &Forwarder{
 		opts: o, log: o.Log, flows: flowTable{limits: o.Limits}, datagram: make([]byte, maxDatagram),
 		table: listener.NewTable(o.Policy), owners: make(map[listener.Owner]map[listener.Spec]*row),
-		failing: make(map[*row]struct{}), retired: make(map[TotalsKey]*Totals),
+		failing: make(map[*row]struct{}), blocked: make(map[*row]struct{}), retired: make(map[TotalsKey]*Totals),
 		share: newShare(o.Limits.Descriptors),
 		vms:   make(map[string]*VM), nodes: make(map[string]netip.Addr), gateways: make(map[string]netip.Addr), changed: make(chan struct{}),
 	}
@@ -208,7 +209,7 @@ func (f *Forwarder) Publish(_ context.Context, o listener.Owner, specs []listene
 	f.closeRows(gone)
 	f.retire(gone)
 	for _, r := range gone {
-		delete(f.failing, r)
+		f.forget(r)
 	}
 	promoted := f.table.Claim(o, slices.DeleteFunc(slices.Clone(specs), func(s listener.Spec) bool { return f.never(s) != nil }))
 	if len(wanted) == 0 {

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"slices"
 	"time"
 
@@ -77,14 +78,8 @@ func (f *Forwarder) tryRows(meant func(*row) bool) {
 	f.notify()
 }
 
-// tryFailing tries the meant rows of those with a RetryAt. mu is held.
-func (f *Forwarder) tryFailing(meant func(*row) bool) {
-	var rows []*row
-	for r := range f.failing {
-		if meant(r) {
-			rows = append(rows, r)
-		}
-	}
+// tryThese tries rows again. mu is held.
+func (f *Forwarder) tryThese(rows []*row) {
 	if len(rows) > 0 {
 		f.openRows(rows, nil)
 		f.notify()
@@ -104,11 +99,13 @@ func (f *Forwarder) closeRows(rows []*row) {
 	for _, r := range rows {
 		r.kill()
 	}
-	if len(rows) > 0 {
-		gone := make(map[*row]bool, len(rows))
-		for _, r := range rows {
+	gone := make(map[*row]bool)
+	for _, r := range rows {
+		if r.spec.Proto == listener.UDP {
 			gone[r] = true
 		}
+	}
+	if len(gone) > 0 { // the rest need not go through all sessions
 		f.sessions.CloseWhere(func(k relay.UDPKey) bool {
 			s, ok := k.Socket.(*listener.Socket)
 			if !ok {
@@ -225,11 +222,13 @@ func (f *Forwarder) never(s listener.Spec) error {
 
 // settle gives r its outcome and logs a change. mu is held.
 func (f *Forwarder) settle(r *row, o listener.Outcome, now time.Time) {
+	f.forget(r)
 	if o.State == listener.Failed && !errors.Is(o.Err, listener.ErrConflict) {
 		o.RetryAt = now.Add(f.opts.Timeouts.BindRetry)
 		f.failing[r] = struct{}{}
-	} else {
-		delete(f.failing, r)
+		if errors.Is(o.Err, listener.ErrInUse) {
+			f.blocked[r] = struct{}{}
+		}
 	}
 	if !r.settle(o, now) {
 		return
@@ -242,36 +241,47 @@ func (f *Forwarder) settle(r *row, o listener.Outcome, now time.Time) {
 		"owner", r.owner.String(), "vm", r.spec.Target.VM, "publish", r.spec.String(), "bound", o.Bound, "detail", o.Detail)
 }
 
-// retryBlocked tries at once what could not be bound because a port was in use:
-// a row that left may have held it (C-7). mu is held.
-func (f *Forwarder) retryBlocked() {
-	f.tryFailing(func(r *row) bool { return errors.Is(r.outcome.Err, listener.ErrInUse) })
+// forget has r not tried again. mu is held.
+func (f *Forwarder) forget(r *row) {
+	delete(f.failing, r)
+	delete(f.blocked, r)
 }
 
-// schedule sets the timer to the earliest retry. mu is held.
+// retryBlocked tries at once what could not be bound because a port was in use:
+// a row that left may have held it (C-7). mu is held.
+func (f *Forwarder) retryBlocked() { f.tryThese(slices.Collect(maps.Keys(f.blocked))) }
+
+// schedule sees to it that the earliest retry has a timer. It is called with
+// every row, and a guest may have tens of thousands that fail: all wait equally
+// long, so a timer that is set is early enough. mu is held.
 func (f *Forwarder) schedule() {
+	if f.retry != nil || f.closed || len(f.failing) == 0 {
+		return
+	}
 	var next time.Time
 	for r := range f.failing {
 		if at := r.outcome.RetryAt; next.IsZero() || at.Before(next) {
 			next = at
 		}
 	}
-	if f.retry != nil {
-		f.retry.Stop()
-		f.retry = nil
-	}
-	if !next.IsZero() && !f.closed {
-		f.retry = time.AfterFunc(time.Until(next), f.retryDue)
-	}
+	f.retry = time.AfterFunc(time.Until(next), f.retryDue)
 }
 
-// retryDue tries the rows whose time has come.
+// retryDue tries the rows whose time has come; none where they have left.
 func (f *Forwarder) retryDue() {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if f.closed {
 		return
 	}
+	f.retry = nil
 	now := time.Now()
-	f.tryFailing(func(r *row) bool { return !r.outcome.RetryAt.After(now) })
+	var due []*row
+	for r := range f.failing {
+		if !r.outcome.RetryAt.After(now) {
+			due = append(due, r)
+		}
+	}
+	f.tryThese(due)
+	f.schedule()
 }
