@@ -59,6 +59,10 @@ func (b *wantBuilder) binding(e docker.Binding) {
 		return
 	}
 	host, err := b.Policy.GuestHost(e.HostIP, b.HostAddr, func(a netip.Addr) bool { return a == b.Node })
+	if err == nil && b.Addresses != nil && ownNetwork.Contains(host) {
+		// The name of a container, also of another VM, may lead there.
+		err = fmt.Errorf("host address %s was asked for from inside the VM; culvert gives the addresses of %s to containers itself", host, ownNetwork)
+	}
 	if err != nil {
 		b.note(e, spec, listener.Skipped, err.Error())
 		return

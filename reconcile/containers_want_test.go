@@ -241,6 +241,30 @@ func TestContainersNames(t *testing.T) {
 	})
 }
 
+// TestOwnAddressesAreNotAskedFor: a guest must not take the place where the name
+// of another VM's container leads, nor wait in line for it.
+func TestOwnAddressesAreNotAskedFor(t *testing.T) {
+	answers := func(context.Context, netip.AddrPort) error { return nil }
+	synctest.Test(t, func(t *testing.T) {
+		thief := run("thief", 0, at("127.77.1.2", tcp(80, 8080)), at("::ffff:127.77.1.3", tcp(80, 8080)), at("127.76.1.2", tcp(80, 8080)))
+		thief.Addrs = []netip.Addr{netip.MustParseAddr("172.17.0.2")}
+		addresses := NewAddresses()
+		b := newContainersBed(t, newEngine(thief), func(o *ContainersOptions) { o.Addresses, o.Reach = addresses, answers })
+		rows := b.after(time.Second)
+		own := b.src.ownAddress(t, addresses, "thief")
+		assert.ElementsMatch(t, []string{"thief 127.76.1.2:80:172.17.0.2:8080/tcp", "thief " + own + ":8080:172.17.0.2:8080/tcp"}, rows)
+		require.Len(t, b.loop.Notes(), 2)
+		assert.Equal(t, listener.Skipped, b.loop.Notes()[0].State)
+		assert.Equal(t, "host address 127.77.1.2 was asked for from inside the VM; culvert gives the addresses of 127.77.0.0/16 to containers itself", b.loop.Notes()[0].Detail)
+	})
+	synctest.Test(t, func(t *testing.T) { // where names lead elsewhere they are addresses like others
+		ct := run("a", 0, at("127.77.1.2", tcp(80, 8080)))
+		ct.Addrs = []netip.Addr{netip.MustParseAddr("172.17.0.2")}
+		b := newContainersBed(t, newEngine(ct), func(o *ContainersOptions) { o.Reach = answers })
+		assert.Equal(t, []string{"a 127.77.1.2:80:172.17.0.2:8080/tcp"}, b.after(time.Second))
+	})
+}
+
 // ownAddress returns the address that a container has.
 func (c *Containers) ownAddress(t *testing.T, a *Addresses, id string) string {
 	t.Helper()
