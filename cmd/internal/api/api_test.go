@@ -11,6 +11,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -327,4 +328,41 @@ func TestDoctor(t *testing.T) {
 	f.err = &Problem{Status: http.StatusConflict, Detail: "several are meant"}
 	_, err = c.Doctor(t.Context(), "", "")
 	assert.EqualError(t, err, "several are meant")
+}
+
+// Followers are bounded, and one that leaves makes room.
+func TestTooManyFollowers(t *testing.T) {
+	started := make(chan struct{})
+	close(started)
+	c := serve(t, &fake{started: started})
+	var following sync.WaitGroup
+	defer following.Wait()
+	ctx, leave := context.WithCancel(t.Context())
+	defer leave()
+	first, leaveFirst := context.WithCancel(ctx)
+	follow := func(ctx context.Context) {
+		begun := make(chan struct{})
+		following.Go(func() {
+			_ = c.Events(ctx, func() error { close(begun); return nil }, func(Event) error { return nil })
+		})
+		<-begun
+	}
+	follow(first)
+	for range maxFollowers - 1 {
+		follow(ctx)
+	}
+	refused := func() bool {
+		enough := errors.New("enough")
+		err := c.Events(ctx, func() error { return enough }, nil)
+		var p *Problem
+		if errors.As(err, &p) {
+			assert.Equal(t, http.StatusServiceUnavailable, p.Status)
+			return true
+		}
+		assert.ErrorIs(t, err, enough)
+		return false
+	}
+	assert.True(t, refused())
+	leaveFirst()
+	require.Eventually(t, func() bool { return !refused() }, 10*time.Second, 10*time.Millisecond)
 }

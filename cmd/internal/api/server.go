@@ -19,6 +19,11 @@ const (
 	maxBody = 1 << 20
 	// headerTimeout bounds how long a client may take to say what it wants.
 	headerTimeout = 10 * time.Second
+	// idleTimeout ends a connection that asks nothing more.
+	idleTimeout = time.Minute
+	// maxFollowers bounds the streams of events: each remembers the whole ledger,
+	// which is a megabyte where there are a thousand rows.
+	maxFollowers = 64
 )
 
 // A Backend is what the API speaks for. Its methods are safe for concurrent use.
@@ -52,13 +57,14 @@ type Backend interface {
 
 // A Server serves a Backend on a unix socket.
 type Server struct {
-	backend Backend
-	http    http.Server
+	backend   Backend
+	http      http.Server
+	followers chan struct{} // holds one for each stream of events
 }
 
 // NewServer returns a Server of b, which tells log what goes wrong.
 func NewServer(b Backend, log *slog.Logger) *Server {
-	s := &Server{backend: b}
+	s := &Server{backend: b, followers: make(chan struct{}, maxFollowers)}
 	mux := http.NewServeMux()
 	mux.HandleFunc("GET /v1/listeners", s.listeners)
 	mux.HandleFunc("GET /v1/names", func(w http.ResponseWriter, _ *http.Request) { reply(w, b.Names()) })
@@ -74,7 +80,7 @@ func NewServer(b Backend, log *slog.Logger) *Server {
 	mux.HandleFunc("GET /healthz", s.health)
 	mux.HandleFunc("/", func(w http.ResponseWriter, r *http.Request) { unknown(mux, w, r) })
 	s.http = http.Server{
-		Handler: mux, ReadHeaderTimeout: headerTimeout, ErrorLog: slog.NewLogLogger(log.Handler(), slog.LevelWarn),
+		Handler: mux, ReadHeaderTimeout: headerTimeout, IdleTimeout: idleTimeout, ErrorLog: slog.NewLogLogger(log.Handler(), slog.LevelWarn),
 	}
 	return s
 }
@@ -240,6 +246,13 @@ func readBody(body io.Reader, req any) error {
 }
 
 func (s *Server) events(w http.ResponseWriter, r *http.Request) {
+	select {
+	case s.followers <- struct{}{}:
+		defer func() { <-s.followers }()
+	default:
+		problem(w, &Problem{Status: http.StatusServiceUnavailable, Detail: fmt.Sprintf("%d clients follow the events already", maxFollowers)})
+		return
+	}
 	w.Header().Set("Content-Type", "application/jsonl")
 	flush := http.NewResponseController(w)
 	lines := json.NewEncoder(w)
