@@ -77,7 +77,7 @@ func (t *Tracer) open(o ReaderOptions, slots, size int) (*Reader, error) {
 		o.Snap = DefaultSnap
 	}
 	r := &Reader{
-		tracer: t, opts: o, ring: newRing(slots, size), start: time.Now(), done: make(chan struct{}), ifaces: make(map[iface]*counted),
+		tracer: t, opts: o, start: time.Now(), done: make(chan struct{}), ifaces: make(map[iface]*counted),
 	}
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -88,6 +88,7 @@ func (t *Tracer) open(o ReaderOptions, slots, size int) (*Reader, error) {
 	if len(all) >= MaxReaders {
 		return nil, ErrTooMany
 	}
+	r.ring = newRing(slots, size) // megabytes, which one that is refused does not cost
 	for slices.ContainsFunc(all, func(o *Reader) bool { return o.number == r.number }) {
 		r.number++
 	}

@@ -561,6 +561,8 @@ func TestReaders(t *testing.T) {
 	}
 	_, err := tr.Open(ReaderOptions{})
 	require.ErrorIs(t, err, ErrTooMany)
+	_, err = tr.open(ReaderOptions{}, 8, 1<<60) // a ring that cannot be made is not made
+	require.ErrorIs(t, err, ErrTooMany)
 	open[3].Close()
 	open[3].Close()
 	again, err := tr.open(ReaderOptions{VM: "vm1"}, 8, 1<<20)
