@@ -5,6 +5,7 @@ import (
 	"strings"
 
 	"github.com/miekg/dns"
+	"golang.org/x/net/publicsuffix"
 )
 
 // reverseZone is that of the addresses that containers get of their own.
@@ -79,12 +80,31 @@ func (s *Server) answer(req *dns.Msg) (resp *dns.Msg, ours bool) {
 		addrs, exists := s.table.Lookup(plain(local))
 		s.addresses(resp, s.zone, addrs, exists)
 		return resp, true
-	case s.table.Has(strings.TrimSuffix(name, ".")):
+	case s.bareIsOurs(strings.TrimSuffix(name, ".")):
 		addrs, _ := s.table.Lookup(strings.TrimSuffix(name, "."))
 		s.addresses(resp, name, addrs, true)
 		return resp, true
 	}
 	return resp, s.back(resp, name) || s.bare(resp, name)
+}
+
+// bareIsOurs says whether a name without the zone is answered from the table. The
+// guest chooses its containers' names, and the host's whole resolver may ask
+// here: so a container takes neither a name that hosts give a meaning of their
+// own (RFC 6761; wpad and isatap), nor, where others are asked upstream, one under
+// a domain that the public has.
+func (s *Server) bareIsOurs(name string) bool {
+	last := name[strings.LastIndexByte(name, '.')+1:]
+	switch last {
+	case "localhost", "arpa", "invalid", "wpad", "isatap":
+		return false
+	}
+	if len(s.upstreams) > 0 && last != name {
+		if _, public := publicsuffix.PublicSuffix(name); public {
+			return false
+		}
+	}
+	return s.table.Has(name)
 }
 
 // below returns what of a name is in front of a zone, without the dot between

@@ -15,9 +15,9 @@ import (
 
 // shop is a table with a name of each kind.
 var shop = map[string][]string{
-	"web":     {"127.0.0.1", "::1"},
-	"my_app":  {"127.77.1.2"},
-	"db.shop": {"127.77.3.4"},
+	"web":        {"127.0.0.1", "::1"},
+	"my_app":     {"127.77.1.2"},
+	"db.project": {"127.77.3.4"},
 }
 
 // TestAnswerFB097: twelve types for names of every kind.
@@ -46,16 +46,16 @@ func TestAnswerFB097(t *testing.T) {
 				`\000.web.culvert.internal.`:     {dns.TypeA: "NOERROR aa 127.0.0.1", dns.TypeAAAA: "NOERROR aa ::1", 0: nothing},
 				"*.web.culvert.internal.":        {dns.TypeA: "NOERROR aa 127.0.0.1", dns.TypeAAAA: "NOERROR aa ::1", 0: nothing},
 				"my_app.culvert.internal.":       {dns.TypeA: "NOERROR aa 127.77.1.2", 0: nothing},
-				"db.shop.culvert.internal.":      {dns.TypeA: "NOERROR aa 127.77.3.4", 0: nothing},
-				"shop.culvert.internal.":         {0: nothing}, // an empty non-terminal
+				"db.project.culvert.internal.":   {dns.TypeA: "NOERROR aa 127.77.3.4", 0: nothing},
+				"project.culvert.internal.":      {0: nothing}, // an empty non-terminal
 				"culvert.internal.":              {dns.TypeSOA: "NOERROR aa SOA culvert.internal.", 0: nothing},
 				"other.culvert.internal.":        {0: unknown},
-				"x.shop.culvert.internal.":       {0: unknown},
+				"x.project.culvert.internal.":    {0: unknown},
 				`x\.web.culvert.internal.`:       {0: unknown}, // one label: "x.web"
 				`web\.culvert.internal.`:         {0: foreign},
 				"webculvert.internal.":           {0: foreign},
 				"web.":                           {dns.TypeA: "NOERROR aa 127.0.0.1", dns.TypeAAAA: "NOERROR aa ::1", 0: "NOERROR aa; SOA web."},
-				"db.shop.":                       {dns.TypeA: "NOERROR aa 127.77.3.4", 0: "NOERROR aa; SOA db.shop."},
+				"db.project.":                    {dns.TypeA: "NOERROR aa 127.77.3.4", 0: "NOERROR aa; SOA db.project."},
 				"x.web.":                         {0: foreign}, // nothing is below a bare name
 				"other.":                         {dns.TypeDNSKEY: foreign, dns.TypeDS: foreign, 0: single},
 				"internal.":                      {dns.TypeDNSKEY: foreign, dns.TypeDS: foreign, 0: single},
