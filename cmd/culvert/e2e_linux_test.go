@@ -455,6 +455,10 @@ func TestReload(t *testing.T) {
 	assert.Equal(t, kept.Bound, d.rows(t)[0].Bound)
 	assert.Len(t, d.rows(t), 1)
 
+	// Nor does a file that an editor has truncated and not yet written.
+	d.reload(t, "\n", "the file is empty")
+	assert.Equal(t, kept.Bound, d.rows(t)[0].Bound)
+
 	// What cannot change says so, and the rest does.
 	d.reload(t, "api: /elsewhere\nlimits: {flows: 5}\nvms: [{name: vm1, attach: memory, publish: ['0:80', '0:84']}]", "key=limits")
 	d.logs(t, "config reloaded")

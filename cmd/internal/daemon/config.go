@@ -1,6 +1,7 @@
 package daemon
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
 	"math"
@@ -30,6 +31,8 @@ type Config struct {
 	Names       NamesConfig
 	Trace       TraceConfig
 	VMs         []VMConfig
+
+	blank bool // the file has nothing in it
 }
 
 // TraceConfig says what is kept of the frames that pass, beside who asks.
@@ -178,6 +181,7 @@ func ParseConfig(name string, text []byte, o Overrides) (*Config, error) {
 	if err := c.override(o, file.Publish, r); err != nil {
 		return nil, err
 	}
+	c.blank = len(bytes.TrimSpace(text)) == 0
 	return c, nil
 }
 

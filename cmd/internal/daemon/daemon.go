@@ -327,6 +327,11 @@ func (d *Daemon) reload(ctx context.Context) {
 		d.log.Error("config not reloaded, nothing was changed", "err", err)
 		return
 	}
+	if c.blank && len(d.config.VMs) > 0 {
+		// As an editor leaves it between truncating and writing.
+		d.log.Error("config not reloaded, nothing was changed", "err", "the file is empty; one that asks for nothing says so with `vms: []`")
+		return
+	}
 	for key, same := range map[string]bool{
 		"api": c.API == d.config.API, "exposeToLAN": c.ExposeToLAN == d.config.ExposeToLAN,
 		"timeouts": c.Timeouts == d.config.Timeouts, "limits": c.Limits == d.config.Limits, "log": c.Log == d.config.Log,
