@@ -143,8 +143,12 @@ func sayRefused(w *walk, r subject, to netip.AddrPort, err error) {
 		}
 		w.broken(atGuestPort, fmt.Sprintf("%s refuses: nobody listens there", to), advice)
 	case errors.Is(err, context.DeadlineExceeded), errors.Is(err, syscall.ETIMEDOUT):
+		chain := "INPUT"
+		if r.Owner.Kind != listener.KindConfig && r.Owner.Kind != listener.KindCLI {
+			chain = "FORWARD" // what is published there is led on, to a container or a pod
+		}
 		w.broken(atGuestPort, fmt.Sprintf("%s does not answer, while the node does: most likely the guest's firewall drops it", to),
-			fmt.Sprintf("let %s/tcp in, in the guest: iptables -L INPUT, nft list ruleset", to))
+			fmt.Sprintf("let %s/tcp in, in the guest: iptables -L %s, nft list ruleset", to, chain))
 	case errors.Is(err, syscall.EHOSTUNREACH), errors.Is(err, syscall.ENETUNREACH):
 		w.broken(atGuestPort, fmt.Sprintf("the guest answers that %s cannot be reached", to),
 			"the guest has no route there, or its firewall rejects it: ip route, iptables -L, nft list ruleset")
