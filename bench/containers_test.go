@@ -113,11 +113,11 @@ func startDaemon(b *testing.B, engine string) *daemon {
 		_ = cmd.Wait()
 	})
 	require.True(b, <-ready, "the daemon does not start")
+	var link netlink.Link // the daemon makes it when it is ready itself
+	require.Eventually(b, func() bool {
+		return guest.Do(func() (err error) { link, err = netlink.LinkByName("tap0"); return err }) == nil
+	}, 10*time.Second, 10*time.Millisecond, "no tap0")
 	require.NoError(b, guest.Do(func() error {
-		link, err := netlink.LinkByName("tap0")
-		if err != nil {
-			return err
-		}
 		addr, err := netlink.ParseAddr(node + "/24")
 		if err != nil {
 			return err
