@@ -210,7 +210,7 @@ func TestServerDig(t *testing.T) {
 		"+short web.culvert.internal aaaa":      "::1",
 		"+short +tcp x.web.culvert.internal":    "127.0.0.1",
 		"+short -x 127.77.1.2":                  "my_app.culvert.internal.",
-		"+short +noedns db.project":                "127.77.3.4",
+		"+short +noedns db.project":             "127.77.3.4",
 		"+short web":                            "127.0.0.1",
 		"+short culvert.internal soa":           "culvert.internal. hostmaster.culvert.internal. 1 3600 600 86400 0",
 		"+noall +comments web.culvert.internal": "status: NOERROR",
