@@ -1,0 +1,87 @@
+package main
+
+import (
+	"fmt"
+	"io"
+	"strings"
+)
+
+// A verdict is what a run says of a target.
+type verdict struct {
+	run         *run // nil: none has measured it
+	value, base float64
+	met         bool
+}
+
+// judge takes the last run that measured all that the target needs.
+func (t target) judge(runs []*run) (v verdict) {
+	for _, r := range runs {
+		value, ok := r.median(t.value)
+		base := 1.0
+		if ok && t.relative() {
+			base, ok = r.median(t.base)
+		}
+		if ok {
+			v = verdict{run: r, value: value, base: base}
+		}
+	}
+	// Multiplied, not divided: a peer that loses nothing has 0.
+	limit, value := t.bound*v.base, v.value*t.scale
+	v.met = t.rel == atLeast && value >= limit || t.rel == atMost && value <= limit
+	return v
+}
+
+func (t target) relative() bool { return t.base != result{} }
+
+// demand is the bound in words.
+func (t target) demand() string {
+	if !t.relative() {
+		return fmt.Sprintf("%s %s %s", t.rel, number(t.bound), t.than)
+	}
+	return fmt.Sprintf("%s %s × %s", t.rel, number(t.bound), t.than)
+}
+
+// measured is the figure in the demand's terms, with a digit more than bounds
+// have, and the medians that it is of.
+func (t target) measured(v verdict) string {
+	unit := t.value.unit
+	if i := strings.IndexByte(unit, '-'); i >= 0 && !strings.HasPrefix(unit, "cpu-") {
+		unit = unit[i+1:] // p50-µs: the title has the rest
+	}
+	if !t.relative() {
+		return rounded(v.value, 4) + " " + t.than
+	}
+	medians := fmt.Sprintf("%s against %s %s", number(v.value), number(v.base), unit)
+	if v.base == 0 {
+		return medians
+	}
+	return "×" + rounded(t.scale*v.value/v.base, 4) + ": " + medians
+}
+
+// writeTargets writes the verdicts, if there is one, and the runs' notes.
+func writeTargets(w io.Writer, targets []target, runs []*run) {
+	var rows strings.Builder
+	var met, missed, unknown int
+	for _, t := range targets {
+		v := t.judge(runs)
+		if v.run == nil {
+			unknown++
+			fmt.Fprintf(&rows, "| %s | %s | – | not measured | |\n", t.title, t.demand())
+			continue
+		}
+		verdict := "met"
+		if met++; !v.met {
+			met, missed, verdict = met-1, missed+1, "**not met**"
+		}
+		fmt.Fprintf(&rows, "| %s | %s | %s | %s | [%s](#run-%s) |\n", t.title, t.demand(), t.measured(v), verdict, v.run.name, strings.ToLower(v.run.name))
+	}
+	if met+missed > 0 {
+		fmt.Fprintf(w, "\n## Targets\n\n%d met, %d not met, %d not measured; of culvert over a tap, each by the last run that has its figures.\n", met, missed, unknown)
+		fmt.Fprintf(w, "\n| | target | measured | | run |\n|---|---|---|---|---|\n%s", rows.String())
+	}
+	for _, r := range runs {
+		if r.notes != "" {
+			fmt.Fprintf(w, "\n### Notes on run %s\n\n%s\n", r.name, r.notes)
+		}
+	}
+}
