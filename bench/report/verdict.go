@@ -70,8 +70,11 @@ func writeTargets(w io.Writer, targets []target, runs []*run) {
 			continue
 		}
 		verdict := "met"
-		if met++; !v.met {
-			met, missed, verdict = met-1, missed+1, "**not met**"
+		if v.met {
+			met++
+		} else {
+			missed++
+			verdict = "**not met**"
 		}
 		fmt.Fprintf(&rows, "| %s | %s | %s | %s | [%s](#run-%s) |\n", t.title, t.demand(), t.measured(v), verdict, v.run.name, strings.ToLower(v.run.name))
 	}
