@@ -146,6 +146,15 @@ type flowTable struct {
 	tcp    atomic.Int64
 	udp    atomic.Int64
 	dials  atomic.Int64
+
+	mu   sync.Mutex
+	ends map[endKey]uint64 // of the Forwarder's life, made with the first
+}
+
+// An endKey is what the ends of flows are counted by.
+type endKey struct {
+	of  TotalsKey
+	why relay.End
 }
 
 // start makes a flow of r's, or says in one word why not. conn is the client's
@@ -171,6 +180,25 @@ func (t *flowTable) start(r *row, conn *listener.Conn, client, host, guest netip
 		return nil, refusedNoVM
 	}
 	return f, ""
+}
+
+// relayed counts why a flow ended that the guest had taken.
+func (t *flowTable) relayed(f *flow, why relay.End) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.ends == nil {
+		t.ends = make(map[endKey]uint64)
+	}
+	t.ends[endKey{f.row.totalsKey(), why}]++
+}
+
+// addEnds adds the ends of flows to what has passed.
+func (t *flowTable) addEnds(passed map[TotalsKey]*Totals) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	for k, n := range t.ends {
+		sumOf(passed, k.of).Ended[k.why.String()] += n
+	}
 }
 
 // end gives back what start took.

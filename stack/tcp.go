@@ -82,12 +82,13 @@ func (f *Forwarder) serveTCP(fl *flow, vm *VM) {
 	fl.ownOnly(c.Abort, guest.Abort)
 	fl.setSource(guest.LocalAddr)
 	fl.half.Store(int32(relay.HalfNone))
-	relay.TCP(c, guest, relay.Options{
+	end := relay.TCP(c, guest, relay.Options{
 		HalfClose: f.opts.Timeouts.HalfClose,
 		ToGuest:   &fl.toGuest,
 		ToHost:    &fl.toHost,
 		Halved:    func(h relay.Half) { fl.half.Store(int32(h)) },
 	})
+	f.flows.relayed(fl, end)
 }
 
 // errLeft says that the client left before the guest answered.

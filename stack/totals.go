@@ -1,6 +1,9 @@
 package stack
 
-import "github.com/culvertnet/culvert/stack/listener"
+import (
+	"github.com/culvertnet/culvert/stack/listener"
+	"github.com/culvertnet/culvert/stack/relay"
+)
 
 // # Theory of operation
 //
@@ -9,12 +12,18 @@ import "github.com/culvertnet/culvert/stack/listener"
 // it left is kept (retire), so no total ever falls. Both happen under
 // Forwarder.mu, and so a row is added once: it is there, or among those that have
 // left. What is still refused in the name of a row that has left is not counted.
+//
+// Why flows end is counted beside the rows, by the flowTable: many end because
+// their row leaves, and no row shows it.
 
 // refusals are all the reasons there are, so that each is counted from zero.
 var refusals = [...]string{
 	refusedByGuest, refusedUnreachable, refusedTimeout, refusedNoVM, refusedLimit, refusedNoPort, refusedNoFD, refusedRange, refusedLeft,
 	refusedOther, droppedDatagram, refusedEvicted,
 }
+
+// ends are all the reasons there are for a TCP flow's end, likewise.
+var ends = [...]relay.End{relay.EndClosed, relay.EndClientReset, relay.EndGuestReset, relay.EndIdle, relay.EndAborted}
 
 // A TotalsKey is what rows are added up by.
 type TotalsKey struct {
@@ -28,15 +37,21 @@ type Totals struct {
 	Active  int               // live flows
 	Flows   uint64            // flows begun, as FlowCount.Total
 	Refused map[string]uint64 // by reason, as FlowCount.Refused; every reason is there
-	ToGuest uint64            // payload bytes
+	// Ended counts the flows that the guest had taken, by why they ended, in
+	// relay.End's words; every one is there. Flows of UDP are not counted.
+	Ended   map[string]uint64
+	ToGuest uint64 // payload bytes
 	ToHost  uint64
 }
 
 // NewTotals returns Totals that have counted nothing.
 func NewTotals() *Totals {
-	t := &Totals{Refused: make(map[string]uint64, len(refusals))}
+	t := &Totals{Refused: make(map[string]uint64, len(refusals)), Ended: make(map[string]uint64, len(ends))}
 	for _, reason := range refusals {
 		t.Refused[reason] = 0
+	}
+	for _, end := range ends {
+		t.Ended[end.String()] = 0
 	}
 	return t
 }
@@ -63,6 +78,7 @@ func (f *Forwarder) Totals() (passed map[TotalsKey]*Totals, rows map[RowsKey]int
 		rows[RowsKey{r.spec.Target.VM, r.owner.Kind, r.outcome.State}]++
 		sumOf(passed, r.totalsKey()).addRow(r)
 	}
+	f.flows.addEnds(passed)
 	return passed, rows
 }
 

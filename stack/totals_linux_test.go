@@ -2,6 +2,7 @@ package stack
 
 import (
 	"fmt"
+	"io"
 	"net"
 	"net/netip"
 	"sync"
@@ -40,7 +41,7 @@ func TestTotals(t *testing.T) {
 	require.NoError(t, err)
 
 	want := func(key TotalsKey) Totals {
-		sum := Totals{Refused: make(map[string]uint64)}
+		sum := *NewTotals()
 		for _, r := range f.Rows() {
 			if r.Outcome.Spec.Proto == key.Proto {
 				sum.Active += r.Flows.Active
@@ -49,9 +50,6 @@ func TestTotals(t *testing.T) {
 				sum.ToHost += r.ToHost
 			}
 		}
-		for _, reason := range refusals {
-			sum.Refused[reason] = 0
-		}
 		return sum
 	}
 	eventually(t, "the refused flow has ended", func() bool { return want(tcpTotals).Active == 1 })
@@ -59,7 +57,7 @@ func TestTotals(t *testing.T) {
 	tcp := want(tcpTotals)
 	tcp.Refused[refusedByGuest] = 1
 	passed, rows = f.Totals()
-	assert.Equal(t, map[TotalsKey]*Totals{tcpTotals: &tcp, udpTotals: {Active: 1, Flows: 1, Refused: want(udpTotals).Refused, ToGuest: 5, ToHost: 5}}, passed)
+	assert.Equal(t, map[TotalsKey]*Totals{tcpTotals: &tcp, udpTotals: {Active: 1, Flows: 1, Refused: want(udpTotals).Refused, Ended: NewTotals().Ended, ToGuest: 5, ToHost: 5}}, passed)
 	assert.EqualValues(t, 2, tcp.Flows)
 	assert.NotZero(t, tcp.ToGuest)
 	assert.Equal(t, map[RowsKey]int{
@@ -72,8 +70,9 @@ func TestTotals(t *testing.T) {
 	}
 	passed, rows = f.Totals()
 	tcp.Active = 0
+	tcp.Ended["aborted"] = 1
 	assert.Equal(t, &tcp, passed[tcpTotals])
-	assert.Equal(t, &Totals{Flows: 1, Refused: want(udpTotals).Refused, ToGuest: 5, ToHost: 5}, passed[udpTotals])
+	assert.Equal(t, &Totals{Flows: 1, Refused: want(udpTotals).Refused, Ended: NewTotals().Ended, ToGuest: 5, ToHost: 5}, passed[udpTotals])
 	assert.Empty(t, rows)
 	c = dial(t, mustPublish(t, f, "a", "0:80")[0])
 	ping(t, c)
@@ -87,6 +86,61 @@ func TestTotals(t *testing.T) {
 	assert.Equal(t, tcp.Flows+1, passed[tcpTotals].Flows)
 	assert.Zero(t, passed[tcpTotals].Active)
 	assert.Equal(t, map[RowsKey]int{{"default", listener.KindCLI, listener.Pending}: 1}, rows)
+}
+
+// TestEnds: each flow that the guest has taken is counted once, under what ended
+// it; one that it has refused is not.
+func TestEnds(t *testing.T) {
+	f, g := mustAttached(t, Options{Timeouts: Timeouts{HalfClose: 300 * time.Millisecond}})
+	release := make(chan struct{})
+	g.serveTCP(t, 80, echo)
+	g.serveTCP(t, 81, func(c *net.TCPConn) {
+		_, _ = c.Read(make([]byte, 1))
+		_ = c.SetLinger(0)
+		_ = c.Close()
+	})
+	g.serveTCP(t, 82, func(*net.TCPConn) { <-release })
+	t.Cleanup(func() { close(release) }) // before the servers are waited for
+	echoes, resets, holds := mustPublish(t, f, "a", "0:80")[0], mustPublish(t, f, "b", "0:81")[0], mustPublish(t, f, "c", "0:82")[0]
+	want := NewTotals().Ended
+	ended := func(why string) {
+		want[why]++
+		eventually(t, why, func() bool {
+			passed, _ := f.Totals()
+			return passed[tcpTotals].Ended[why] == want[why] && passed[tcpTotals].Active == 0
+		})
+		passed, _ := f.Totals()
+		assert.Equal(t, want, passed[tcpTotals].Ended)
+	}
+
+	requireRefused(t, mustPublish(t, f, "d", "0:83")[0])
+	c := dial(t, echoes)
+	ping(t, c)
+	require.NoError(t, c.CloseWrite())
+	_, err := io.Copy(io.Discard, c)
+	require.NoError(t, err)
+	ended("closed")
+
+	c = dial(t, echoes)
+	ping(t, c)
+	require.NoError(t, c.SetLinger(0))
+	require.NoError(t, c.Close())
+	ended("client-reset")
+
+	c = dial(t, resets)
+	_, err = c.Write([]byte("x"))
+	require.NoError(t, err)
+	requireReset(t, c)
+	ended("guest-reset")
+
+	c = dial(t, holds)
+	require.NoError(t, c.CloseWrite())
+	requireReset(t, c)
+	ended("idle")
+
+	ping(t, dial(t, echoes))
+	f.Withdraw(ctx, owner("a"))
+	ended("aborted")
 }
 
 // No total falls, whatever comes and goes while it is read.

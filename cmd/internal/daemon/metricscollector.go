@@ -57,6 +57,7 @@ var (
 	flows        = gauge("flows", "Live flows.", "vm", "protocol")
 	flowsTotal   = counter("flows_total", "Flows begun, those that the guest then refused among them.", "vm", "protocol")
 	bytesTotal   = counter("bytes_total", "Payload bytes carried.", "vm", "protocol", "direction")
+	endedTotal   = counter("flows_ended_total", "TCP flows that the guest had taken, by why they ended.", "vm", "protocol", "end")
 	refusedTotal = counter("refused_total", "Clients that got no flow or lost it, and datagrams dropped, by reason.", "vm", "protocol", "reason")
 
 	vmState      = gauge("vm_state", "1 for the state that the VM is in, 0 for the others. Only in ready does traffic get through.", "vm", "state")
@@ -193,6 +194,11 @@ func (c *collector) ledger(out scrape) {
 		out.directions(bytesTotal, api.Traffic{ToGuest: t.ToGuest, ToHost: t.ToHost}, k.VM, proto)
 		for reason, n := range t.Refused {
 			out.put(refusedTotal, float64(n), k.VM, proto, reason)
+		}
+		if k.Proto == listener.TCP {
+			for end, n := range t.Ended {
+				out.put(endedTotal, float64(n), k.VM, proto, end)
+			}
 		}
 	}
 }
