@@ -9,8 +9,9 @@ type Stats struct {
 	ToGuest   Direction
 	FromGuest Direction
 
-	drops [numDropReasons]atomic.Uint64
-	watch atomic.Pointer[func(DropReason)]
+	drops  [numDropReasons]atomic.Uint64
+	watch  atomic.Pointer[func(DropReason)]
+	queues func() []Queue // nil where the transport counts nothing of them
 }
 
 // Direction counts one direction's frames and their bytes, virtio-net headers

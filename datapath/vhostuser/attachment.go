@@ -58,6 +58,10 @@ func newAttachment(d *device, features uint64, released func()) *attachment {
 	if features&featureMQ != 0 {
 		n = d.pairs
 	}
+	for _, r := range d.rings {
+		r.counts = datapath.Queue{}
+	}
+	a.stats.SetQueues(a.counted)
 	for i := range n {
 		q := &queuePair{attachment: a, rx: d.rings[2*i], tx: d.rings[2*i+1], room: make(chan struct{}, 1)}
 		a.queues = append(a.queues, q)
@@ -144,6 +148,7 @@ type inbound struct {
 	hdr    [virtio.HdrSizeMrgBuf]byte
 	hdrVec [1][]byte
 	looks  int  // how often to look again before waiting; follows what that brought
+	by     wake // why take looks
 	polled bool // the ring has no kick
 	ready  func() bool
 }
@@ -159,6 +164,7 @@ func (q *queuePair) ReadBatch(frames []datapath.Frame, get func(n int) [][]byte)
 	if in.ready == nil {
 		in.ready = q.workAgain
 	}
+	in.by = atOnce
 	for looked := 0; ; {
 		n, err := q.take(frames, get)
 		if err != nil {
@@ -174,11 +180,16 @@ func (q *queuePair) ReadBatch(frames []datapath.Frame, get func(n int) [][]byte)
 		}
 		if looked < in.looks {
 			looked++
+			in.by = byPoll
 			runtime.Gosched()
 			continue
 		}
 		in.looks /= 2
+		in.by = byKick // unless ready says otherwise
 		q.tx.wait(q.done, in.polled, in.ready)
+		if in.polled {
+			in.by = byPoll
+		}
 		looked = 0
 	}
 }
@@ -205,6 +216,7 @@ func (q *queuePair) take(frames []datapath.Frame, get func(n int) [][]byte) (n i
 	}()
 	defer caught(&err)
 	var bytes uint64
+	pushed := false
 	// Twice as many tries as frames: so what is thrown away cannot keep it here
 	// for ever, away from Close.
 	for tries := 2 * len(frames); n < len(frames) && tries > 0; tries-- {
@@ -216,14 +228,17 @@ func (q *queuePair) take(frames []datapath.Frame, get func(n int) [][]byte) (n i
 			break
 		}
 		if f := &frames[n]; q.takeChain(r, f, bad, get) {
+			r.count(&f.Hdr)
 			bytes += uint64(f.N)
 			n++
 		}
 		r.queue.Push(q.in.chain.Head, 0)
+		pushed = true
 	}
-	if r.queue.Flush() && r.call != nil {
-		r.call.Signal()
+	if pushed {
+		r.found(q.in.by)
 	}
+	r.flush(pushed)
 	q.stats.FromGuest.Frames.Add(uint64(n))
 	q.stats.FromGuest.Bytes.Add(bytes)
 	return n, nil
@@ -271,6 +286,7 @@ func (q *queuePair) workAgain() (more bool) {
 	if err := guard(func() {
 		if more = r.queue.EnableKicks(); more {
 			r.queue.DisableKicks()
+			q.in.by = byPoll
 		}
 	}); err != nil {
 		q.fail(r, err)

@@ -345,6 +345,11 @@ func (d *device) roomAgain(r *vring, known bool) (more bool) {
 		return false
 	}
 	if more {
+		by := byPoll
+		if known && !r.polled {
+			by = byKick
+		}
+		r.found(by)
 		r.short = false
 		if d.att != nil {
 			d.att.fireRoom()

@@ -80,12 +80,11 @@ func (q *queuePair) writeTo(r *vring, frames []datapath.Frame) (n int, err error
 			q.stats.Drop(why)
 			continue
 		}
+		r.count(&hdr)
 		sent++
 		bytes += uint64(f.N)
 	}
-	if r.queue.Flush() && r.call != nil {
-		r.call.Signal()
-	}
+	r.flush(sent > 0)
 	q.stats.ToGuest.Frames.Add(sent)
 	q.stats.ToGuest.Bytes.Add(bytes)
 	if err == nil && !room {
@@ -205,6 +204,7 @@ func trim(dst, segs [][]byte, n int) [][]byte {
 func (q *queuePair) awaitRoom(r *vring) {
 	if r.queue.EnableKicks() {
 		r.queue.DisableKicks()
+		r.found(byPoll)
 		q.fire()
 		return
 	}

@@ -6,6 +6,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/culvertnet/culvert/datapath"
 	"github.com/culvertnet/culvert/datapath/internal/eventfd"
 	"github.com/culvertnet/culvert/datapath/virtqueue"
 )
@@ -37,6 +38,8 @@ type vring struct {
 	// broken says that the driver has made a mess of the ring. It stays as it is
 	// until it is started anew.
 	broken atomic.Bool
+
+	counts datapath.Queue // of the attachment's life; see counts.go
 
 	// wake holds a value when a change may be worth a look, beside the kick.
 	wake chan struct{}
