@@ -13,7 +13,7 @@ export GOLANGCI_LINT_CACHE := $(CACHE)/lint$(subst /,-,$(CURDIR))
 REQUIRE := netns,tun,qemu,dpdk,rawsocket,dockerd,engine,kube,dig,tshark
 FUZZTIME ?= 10s
 
-.PHONY: build check lint test demo bench bench-smoke fuzz clean need-go
+.PHONY: build check lint test demo bench bench-peers bench-smoke fuzz clean need-go
 
 build: need-go
 	CGO_ENABLED=0 go build -trimpath -o bin/culvert ./cmd/culvert
@@ -71,6 +71,17 @@ bench: need-go
 	for i in $$(seq $(ROUNDS)); do echo "round $$i of $(ROUNDS)"; \
 		(cd bench && ../$$dir/bench.test -test.run '^$$' -test.bench '$(BENCH)' -test.benchtime 1x -test.timeout 20m) > $$dir/round-$$i.txt; done; \
 	go run ./bench/report $(RUNS) $$dir > BENCHMARKS.md
+
+# What others do on the same machine in the same minutes: at a second a cell a round takes three minutes, and a
+# peer that is missing or cannot do a thing is left out with a line that says why.
+bench-peers: need-go
+	contrib/install-deps.sh bench
+	@set -e; dir=bench/results/$$(date +%F)-$$(git rev-parse --short HEAD)-peers; mkdir -p $$dir; \
+	go test -c -o $$dir/bench.test ./bench; trap 'rm -f '$$dir'/bench.test' EXIT; \
+	for i in $$(seq $(ROUNDS)); do echo "round $$i of $(ROUNDS)"; \
+		(cd bench && CULVERT_BENCH_PEERS=1 CULVERT_BENCH_SECONDS=1 ../$$dir/bench.test -test.run '^$$' \
+			-test.bench '$(PEERS)' -test.benchtime 1x -test.timeout 10m) > $$dir/round-$$i.txt; done
+PEERS ?= TCPStream|PingPong|Connect|UDP
 
 bench-smoke: need-go
 	go test -run '^$$' -bench . -benchtime 1x -timeout 20m ./bench

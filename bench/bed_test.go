@@ -2,11 +2,14 @@ package bench
 
 import (
 	"context"
+	"fmt"
+	"net"
 	"net/netip"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
-	"syscall"
+	"strings"
 	"testing"
 	"time"
 
@@ -30,24 +33,66 @@ const (
 // A bed is one way from a client to a server.
 type bed struct {
 	host, guest *datapathtest.NetNS // where client and server run
-	server      string              // the server's address
+	server      string              // the server's address, with guestPort
 	client      string              // where the client finds it
-	port        int
-	serve       func(testing.TB) // starts a server for one run of iperf3; nil: one is there for all
-	forwarder   *stack.Forwarder
-	stack       *netstack.Stack
+	port        int                 // for both TCP and UDP
+	serve       func(testing.TB)    // starts a server for one run of iperf3; nil: one is there for all
+	relay       processes           // nil: the kernel's
+	forwarder   *stack.Forwarder    // culvert's
+	stack       *netstack.Stack     // culvert's
+	peer        bool                // somebody else's
+	failed      bool                // a measurement of it has been left out
 }
 
-// A path is a way under measurement; relays says that this process works for it.
+// address returns where the bed's client connects to.
+func (b *bed) address() string { return net.JoinHostPort(b.client, strconv.Itoa(b.port)) }
+
+// inGuest returns where the bed's server listens.
+func (b *bed) inGuest() string { return net.JoinHostPort(b.server, strconv.Itoa(guestPort)) }
+
+// A path is a way under measurement.
 type path struct {
-	name   string
-	relays bool
-	open   func(testing.TB) *bed
+	name string
+	peer bool // somebody else's: what it cannot do is left out
+	open func(testing.TB) *bed
 }
 
-var paths = []path{
+// ownPaths are culvert's, after what the rest is compared with.
+var ownPaths = []path{
 	{"loopback", false, openLoopback},
-	{"culvert-tap", true, openTap},
+	{"culvert-tap", false, openTap},
+}
+
+// eachPath measures every path of the table on one bed of its own.
+func eachPath(b *testing.B, measure func(*testing.B, *bed)) {
+	paths := ownPaths
+	if withPeers {
+		paths = slices.Concat(ownPaths, peerPaths)
+	}
+	for _, p := range paths {
+		b.Run("path="+p.name, func(b *testing.B) {
+			bed := p.open(b)
+			bed.peer = p.peer
+			measure(b, bed)
+		})
+	}
+}
+
+// check ends a benchmark that err befell: ours fail, somebody else's are left out.
+func (b *bed) check(tb testing.TB, err error) {
+	tb.Helper()
+	if err != nil && b.peer {
+		b.failed = true
+		leaveOut(tb, err.Error())
+	}
+	require.NoError(tb, err)
+}
+
+// leaveOut ends a benchmark with a line that says why it is missing.
+func leaveOut(tb testing.TB, why string) {
+	tb.Helper()
+	fmt.Printf("left-out: %s: %s\n", tb.Name(), strings.Join(strings.Fields(why), " "))
+	tb.SkipNow()
 }
 
 // openLoopback is the baseline: client and server in one namespace, no relay.
@@ -73,12 +118,21 @@ func openTapAs(tb testing.TB, wrap func(datapath.Attachment) datapath.Attachment
 	guest := datapathtest.NewNetNS(tb)
 	att, err := tap.Open(tap.Config{Name: "tap0", NetNS: guest.Path(), MTU: mtu})
 	require.NoError(tb, err)
-	require.NoError(tb, guest.Do(func() error {
-		link, err := netlink.LinkByName("tap0")
+	setUp(tb, guest, "tap0", node+"/24")
+	b := mustRelay(tb, wrap(att), node, gateway, 5*time.Second)
+	b.guest, b.server = guest, node
+	return b
+}
+
+// setUp gives a link of ns an address and sets it up.
+func setUp(tb testing.TB, ns *datapathtest.NetNS, name, prefix string) {
+	tb.Helper()
+	require.NoError(tb, ns.Do(func() error {
+		link, err := netlink.LinkByName(name)
 		if err != nil {
 			return err
 		}
-		addr, err := netlink.ParseAddr(node + "/24")
+		addr, err := netlink.ParseAddr(prefix)
 		if err != nil {
 			return err
 		}
@@ -87,13 +141,10 @@ func openTapAs(tb testing.TB, wrap func(datapath.Attachment) datapath.Attachment
 		}
 		return netlink.LinkSetUp(link)
 	}))
-	b := mustRelay(tb, wrap(att), node, gateway, 5*time.Second)
-	b.guest, b.server = guest, node
-	return b
 }
 
-// mustRelay publishes the iperf3 port of the guest at att, which has to answer
-// within patience.
+// mustRelay publishes the port of the guest at att, which has to answer within
+// patience, in a namespace of its own.
 func mustRelay(tb testing.TB, att datapath.Attachment, node, gateway string, patience time.Duration) *bed {
 	tb.Helper()
 	s, err := netstack.New(att, netstack.Options{
@@ -112,21 +163,32 @@ func mustRelay(tb testing.TB, att datapath.Attachment, node, gateway string, pat
 	require.NoError(tb, err)
 	tb.Cleanup(func() { f.Shutdown(context.Background()) })
 	f.AttachVM("guest", stack.VM{Guest: s, Node: netip.MustParseAddr(node)})
-	return &bed{
-		client: "127.0.0.1", port: mustPublish(tb, f, "127.0.0.1:0:"+strconv.Itoa(guestPort)), forwarder: f, stack: s,
+	b := &bed{
+		host: datapathtest.NewNetNS(tb), client: "127.0.0.1", port: publishedPort,
+		relay: self, forwarder: f, stack: s,
 	}
+	for _, proto := range []string{"tcp", "udp"} {
+		b.mustPublish(tb, "127.0.0.1:"+strconv.Itoa(publishedPort)+":"+strconv.Itoa(guestPort)+"/"+proto)
+	}
+	return b
 }
 
-// mustPublish publishes spec and returns the host port the kernel picked.
-func mustPublish(tb testing.TB, f *stack.Forwarder, text string) int {
+// publishedPort is guestPort's on the host.
+const publishedPort = 15201
+
+// mustPublish has culvert publish text, in Docker's form.
+func (b *bed) mustPublish(tb testing.TB, text string) {
 	tb.Helper()
 	spec, err := listener.ParseSpec(text)
 	require.NoError(tb, err)
 	spec.Target.VM = "guest"
-	out := f.Publish(context.Background(), listener.Owner{Kind: listener.KindCLI, ID: text}, []listener.Spec{spec})
+	var out []listener.Outcome
+	require.NoError(tb, b.host.Do(func() error {
+		out = b.forwarder.Publish(context.Background(), listener.Owner{Kind: listener.KindCLI, ID: text}, []listener.Spec{spec})
+		return nil
+	}))
 	require.Len(tb, out, 1)
 	require.Equal(tb, listener.Forwarded, out[0].State, out[0].Detail)
-	return int(out[0].Bound[0].Port())
 }
 
 // socketPath returns one that fits in the 107 bytes of sun_path, without characters
@@ -137,12 +199,4 @@ func socketPath(tb testing.TB) string {
 	require.NoError(tb, err)
 	tb.Cleanup(func() { _ = os.RemoveAll(dir) })
 	return filepath.Join(dir, "vm.sock")
-}
-
-// processCPU returns the processor time this process has used.
-func processCPU(tb testing.TB) time.Duration {
-	tb.Helper()
-	var u syscall.Rusage
-	require.NoError(tb, syscall.Getrusage(syscall.RUSAGE_SELF, &u))
-	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
 }

@@ -8,7 +8,6 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
-	"strconv"
 	"strings"
 	"sync"
 	"syscall"
@@ -53,7 +52,7 @@ func followContainers(b *testing.B, containers int) (firstMS, megabytes, cpuPerc
 	d := startDaemon(b, engine.Endpoint())
 	d.await(b, "vms", 1, `"reachable": true`)
 	time.Sleep(time.Second) // what starting took is given back
-	empty := d.resident(b)
+	empty := processes{d.pid}.resident(b)
 
 	list := make([]guesttest.FakeContainer, containers)
 	for i := range list {
@@ -65,10 +64,10 @@ func followContainers(b *testing.B, containers int) (firstMS, megabytes, cpuPerc
 	d.await(b, "ls", containers, `"state": "forwarded"`)
 	firstMS = ms(time.Since(start))
 
-	before := d.cpu(b)
+	before := processes{d.pid}.cpu(b)
 	time.Sleep(steadyFor)
-	cpuPercent = 100 * (d.cpu(b) - before).Seconds() / steadyFor.Seconds()
-	return firstMS, float64(d.resident(b)-empty) / 1e6, cpuPercent
+	cpuPercent = 100 * (processes{d.pid}.cpu(b) - before).Seconds() / steadyFor.Seconds()
+	return firstMS, float64(processes{d.pid}.resident(b)-empty) / 1e6, cpuPercent
 }
 
 // A daemon is a culvert daemon of its own with one VM, a network namespace.
@@ -113,20 +112,10 @@ func startDaemon(b *testing.B, engine string) *daemon {
 		_ = cmd.Wait()
 	})
 	require.True(b, <-ready, "the daemon does not start")
-	var link netlink.Link // the daemon makes it when it is ready itself
-	require.Eventually(b, func() bool {
-		return guest.Do(func() (err error) { link, err = netlink.LinkByName("tap0"); return err }) == nil
+	require.Eventually(b, func() bool { // the daemon makes it when it is ready itself
+		return guest.Do(func() error { _, err := netlink.LinkByName("tap0"); return err }) == nil
 	}, 10*time.Second, 10*time.Millisecond, "no tap0")
-	require.NoError(b, guest.Do(func() error {
-		addr, err := netlink.ParseAddr(node + "/24")
-		if err != nil {
-			return err
-		}
-		if err := netlink.AddrAdd(link, addr); err != nil {
-			return err
-		}
-		return netlink.LinkSetUp(link)
-	}))
+	setUp(b, guest, "tap0", node+"/24")
 	return d
 }
 
@@ -139,30 +128,4 @@ func (d *daemon) await(b *testing.B, command string, n int, what string) {
 		var list []any
 		return err == nil && json.Unmarshal(out, &list) == nil && len(list) == n && bytes.Count(out, []byte(what)) == n
 	}, time.Minute, 20*time.Millisecond, "%s never has %d × %s", command, n, what)
-}
-
-// resident is the process's memory in bytes (proc_pid_statm(5)).
-func (d *daemon) resident(b *testing.B) int64 {
-	b.Helper()
-	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/statm", d.pid))
-	require.NoError(b, err)
-	pages, err := strconv.ParseInt(strings.Fields(string(text))[1], 10, 64)
-	require.NoError(b, err)
-	return pages * int64(os.Getpagesize())
-}
-
-// cpu is the process's time on processors, in steps of 10 ms (proc_pid_stat(5)).
-func (d *daemon) cpu(b *testing.B) time.Duration {
-	b.Helper()
-	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", d.pid))
-	require.NoError(b, err)
-	_, rest, _ := strings.Cut(string(text), ") ") // the name may hold anything
-	fields := strings.Fields(rest)
-	ticks := int64(0)
-	for _, f := range fields[11:13] { // utime, stime: fields 14 and 15
-		n, err := strconv.ParseInt(f, 10, 64)
-		require.NoError(b, err)
-		ticks += n
-	}
-	return time.Duration(ticks) * time.Second / 100 // USER_HZ
 }

@@ -46,7 +46,7 @@ func BenchmarkFrames(b *testing.B) {
 				frames, took := 0, time.Duration(0)
 				for b.Loop() {
 					start := time.Now()
-					frames += dir.move(b, q, start.Add(seconds*time.Second))
+					frames += dir.move(b, q, start.Add(time.Duration(seconds)*time.Second))
 					took += time.Since(start)
 				}
 				b.ReportMetric(float64(frames)/took.Seconds()/1e6, "Mframes/s")

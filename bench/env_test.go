@@ -6,9 +6,17 @@ import (
 	"os/exec"
 	"runtime"
 	"runtime/debug"
+	"strconv"
 	"strings"
 	"testing"
 )
+
+// seconds is how long one measurement of a rate lasts: CULVERT_BENCH_SECONDS.
+var seconds = 3
+
+// withPeers says that this is the table of peers, CULVERT_BENCH_PEERS=1: all paths,
+// of each what is compared; or else culvert's own paths, of each everything.
+var withPeers = os.Getenv("CULVERT_BENCH_PEERS") == "1"
 
 // TestMain prints what the figures depend on, once a run; or plays a peer
 // process when this binary was started as one.
@@ -16,7 +24,14 @@ func TestMain(m *testing.M) {
 	if role := os.Getenv("CULVERT_BENCH_ROLE"); role != "" {
 		os.Exit(playRole(role))
 	}
-	// stderr, so that benchstat reads the rest; the figures' file keeps both.
+	if text := os.Getenv("CULVERT_BENCH_SECONDS"); text != "" {
+		n, err := strconv.Atoi(text)
+		if err != nil || n < 1 {
+			fmt.Fprintln(os.Stderr, "CULVERT_BENCH_SECONDS: want a whole number from 1, not", text)
+			os.Exit(2)
+		}
+		seconds = n
+	}
 	for _, line := range environment() {
 		fmt.Println(line)
 	}
@@ -33,6 +48,7 @@ func environment() []string {
 	}
 	add("cpus", fmt.Sprint(runtime.NumCPU()))
 	add("go", runtime.Version())
+	add("seconds", fmt.Sprint(seconds))
 	if out, err := exec.Command("git", "rev-parse", "--short", "HEAD").Output(); err == nil {
 		add("commit", string(out))
 	}
@@ -45,6 +61,9 @@ func environment() []string {
 				add("gvisor", dep.Version)
 			}
 		}
+	}
+	if withPeers {
+		lines = append(lines, peerVersions()...)
 	}
 	return lines
 }

@@ -117,7 +117,7 @@ func applyServices(b *testing.B, services, edits int) (firstMS, editMS, megabyte
 		return took
 	}
 
-	before := resident(b)
+	before := self.resident(b)
 	ctx, cancel := context.WithCancel(b.Context())
 	ns := datapathtest.NewNetNS(b) // where every port is free
 	var running sync.WaitGroup
@@ -125,7 +125,7 @@ func applyServices(b *testing.B, services, edits int) (firstMS, editMS, megabyte
 	defer running.Wait()
 	defer cancel()
 	firstMS = ms(apply(services - 1))
-	megabytes = float64(resident(b)-before) / 1e6
+	megabytes = float64(self.resident(b)-before) / 1e6
 	for _, r := range forwarder.Rows() {
 		require.Equal(b, listener.Forwarded, r.Outcome.State, r.Outcome.Detail)
 		require.Len(b, r.Outcome.Bound, 2)

@@ -74,8 +74,8 @@ func BenchmarkTrace(b *testing.B) {
 		for _, m := range traceModes {
 			b.Run(fmt.Sprintf("path=culvert-tap/dir=%s/trace=%s", dir, m.name), func(b *testing.B) {
 				bed := openTapAs(b, func(att datapath.Attachment) datapath.Attachment { return m.wrap(b, att) })
-				startIperf(b, bed.guest, bed.server, guestPort)
-				measureStream(b, bed, dir, 1, true)
+				startIperf(b, bed)
+				measureStream(b, bed, dir, 1)
 			})
 		}
 	}

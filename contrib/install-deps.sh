@@ -9,6 +9,7 @@ set -euo pipefail
 
 # Keep in step with go.mod.
 go_version=1.26.8
+gvproxy_version=v0.8.9
 cache=${CULVERT_CACHE:-${XDG_CACHE_HOME:-${HOME:?}/.cache}/culvert}
 
 die() { echo "install-deps: $*" >&2; exit 1; }
@@ -19,7 +20,8 @@ build=(make ca-certificates)
 demo=(qemu-system-x86 busybox-static cpio gzip xz-utils zstd curl)
 # The race detector needs a C compiler; testpmd is DPDK's; the engine is a guest's.
 test=(gcc libc6-dev iproute2 dpdk-dev ethtool tshark docker.io iptables bind9-dnsutils debootstrap e2fsprogs)
-bench=(git iperf3)
+# The last four are what bench-peers compares with, beside docker.io.
+bench=(git iperf3 nftables socat passt slirp4netns)
 
 case ${1:-} in
 build) packages=("${build[@]}") ;;
@@ -76,4 +78,11 @@ if [ "$(go_minor)" -lt 21 ]; then
 	find "$go" -name _go.mod -execdir mv {} go.mod ';'
 	rm -rf "$cache/go"
 	mv -T "$go" "$cache/go"
+fi
+
+# gvproxy, a peer, and its forwarder in the guest are no package of Debian 12.
+if [ "$1" = bench ] && [[ $("$cache/bin/gvproxy" -version 2>/dev/null) != *" $gvproxy_version" || ! -x $cache/bin/vm ]]; then
+	tools=github.com/containers/gvisor-tap-vsock/cmd
+	GOBIN=$cache/bin go install "$tools/gvproxy@$gvproxy_version" "$tools/vm@$gvproxy_version" ||
+		echo "install-deps: cannot build gvproxy $gvproxy_version; it will be left out" >&2
 fi

@@ -1,0 +1,102 @@
+package bench
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"math"
+	"net"
+	"os"
+	"strconv"
+	"time"
+
+	"golang.org/x/net/ipv4"
+)
+
+// A datagram starts with the time of its sending, in nanoseconds.
+const udpHeader = 8
+
+// roleSink ADDR: counts datagrams until its standard input ends and prints how
+// many, over how many seconds, and their jitter in microseconds: the mean difference
+// between the times that one and the one before were under way (RFC 3550, 6.4.1,
+// not smoothed).
+func roleSink(args []string) error {
+	c, err := net.ListenPacket("udp4", args[0])
+	if err != nil {
+		return err
+	}
+	go func() {
+		_, _ = io.Copy(io.Discard, os.Stdin)
+		_ = c.Close()
+	}()
+	fmt.Println("ready")
+	msgs := make([]ipv4.Message, 64)
+	for i := range msgs {
+		msgs[i].Buffers = [][]byte{make([]byte, 2048)}
+	}
+	batches := ipv4.NewPacketConn(c)
+	var count int
+	var first, last time.Time
+	var before, jitter float64
+	for {
+		n, err := batches.ReadBatch(msgs, 0)
+		if errors.Is(err, net.ErrClosed) {
+			break
+		}
+		if err != nil {
+			return err
+		}
+		last = time.Now()
+		for _, m := range msgs[:n] {
+			transit := float64(last.UnixNano() - int64(binary.BigEndian.Uint64(m.Buffers[0])))
+			if count == 0 {
+				first = last
+			} else {
+				jitter += math.Abs(transit - before)
+			}
+			before = transit
+			count++
+		}
+	}
+	fmt.Println(count, last.Sub(first).Seconds(), jitter/float64(max(count-1, 1))/1e3)
+	return nil
+}
+
+// roleBlast ADDR SIZE RATE SECONDS: sends datagrams of SIZE bytes, RATE a second in
+// one burst a millisecond, or with 0 as many as it can, and prints how many it sent.
+func roleBlast(args []string) error {
+	var n [3]int
+	for i := range n {
+		var err error
+		if n[i], err = strconv.Atoi(args[1+i]); err != nil {
+			return err
+		}
+	}
+	size, rate, secs := n[0], n[1], n[2]
+	c, err := net.Dial("udp4", args[0])
+	if err != nil {
+		return err
+	}
+	defer c.Close()
+	fmt.Println("ready")
+	payload := make([]byte, max(size, udpHeader))
+	sent := 0
+	start := time.Now()
+	length := time.Duration(secs) * time.Second
+	if err := c.SetDeadline(start.Add(length)); err != nil { // it blocks on a relay that has stopped reading
+		return err
+	}
+	for now := start; now.Sub(start) < length; now = time.Now() {
+		if rate > 0 && sent >= int(now.Sub(start).Seconds()*float64(rate)) {
+			time.Sleep(time.Millisecond)
+			continue
+		}
+		binary.BigEndian.PutUint64(payload, uint64(now.UnixNano()))
+		if _, err := c.Write(payload); err == nil { // an ICMP error of an earlier one is a loss like any
+			sent++
+		}
+	}
+	fmt.Println(sent)
+	return nil
+}

@@ -1,0 +1,144 @@
+package bench
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"os"
+	"os/exec"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/culvertnet/culvert/datapath/datapathtest"
+	"github.com/stretchr/testify/require"
+	"github.com/vishvananda/netlink"
+)
+
+// User-mode networks: peers with a link of their own into the guest's namespace.
+
+// hugeMTU is what pasta and slirp4netns take by themselves or advise: without
+// offloads of the link a large MTU is what makes them fast.
+const hugeMTU = 65520
+
+// openPastaSplice is pasta for a client on loopback: it joins two sockets, with no
+// link between.
+//
+//	client ── lo ── pasta ── lo of the guest ── server
+func openPastaSplice(tb testing.TB) *bed {
+	b := openPasta(tb)
+	b.client = "127.0.0.1"
+	return b
+}
+
+// openPastaTap is pasta for a client on any other address: it speaks TCP to the
+// guest.
+//
+//	client ── pasta ── tap ── server
+func openPastaTap(tb testing.TB) *bed { return openPasta(tb) }
+
+func openPasta(tb testing.TB) *bed {
+	tb.Helper()
+	b := openVeth(tb) // pasta copies address and default route of a host with a network
+	b.client, _, _ = strings.Cut(gateway, "/")
+	require.NoError(tb, b.host.Do(func() error {
+		return netlink.RouteAdd(&netlink.Route{Gw: net.ParseIP(node)})
+	}))
+	b.guest, b.server = datapathtest.NewNetNS(tb), "0.0.0.0"
+	ports := fmt.Sprintf("%d:%d", b.port, guestPort)
+	netns, err := os.Open(b.guest.Path())
+	require.NoError(tb, err)
+	defer netns.Close()
+	cmd := exec.Command(find(tb, "pasta"), "-f", "-q", "-4", "--runas", "0", "--config-net", "-t", ports, "-u", ports,
+		"--netns", "/proc/self/fd/3", "--no-netns-quit")
+	cmd.ExtraFiles = []*os.File{netns} // as it may not look into other processes
+	b.start(tb, cmd)
+	b.await(tb)
+	return b
+}
+
+// openSlirp4netns is what rootless Docker and Podman have used for years.
+//
+//	client ── lo ── slirp4netns ── tap ── server
+func openSlirp4netns(tb testing.TB) *bed {
+	tb.Helper()
+	b := &bed{
+		host: datapathtest.NewNetNS(tb), guest: datapathtest.NewNetNS(tb),
+		server: "0.0.0.0", client: "127.0.0.1", port: publishedPort,
+	}
+	api := socketPath(tb)
+	b.start(tb, exec.Command(find(tb, "slirp4netns"), "--configure", fmt.Sprintf("--mtu=%d", hugeMTU), "--disable-dns",
+		"--api-socket="+api, "--netns-type=path", b.guest.Path(), "tap0"))
+	for _, proto := range []string{"tcp", "udp"} {
+		var answer []byte
+		require.Eventually(tb, func() (ok bool) { // it takes one client at a time and resets others
+			answer, ok = askSlirp(api, map[string]any{
+				"proto": proto, "host_addr": b.client, "host_port": b.port, "guest_port": guestPort,
+			})
+			return ok
+		}, 10*time.Second, 10*time.Millisecond, "slirp4netns does not answer")
+		require.Contains(tb, string(answer), `"return"`)
+	}
+	b.await(tb)
+	return b
+}
+
+// askSlirp asks slirp4netns for a port.
+func askSlirp(api string, hostfwd map[string]any) ([]byte, bool) {
+	c, err := net.Dial("unix", api)
+	if err != nil {
+		return nil, false
+	}
+	defer c.Close()
+	if err := json.NewEncoder(c).Encode(map[string]any{"execute": "add_hostfwd", "arguments": hostfwd}); err != nil {
+		return nil, false
+	}
+	answer, err := io.ReadAll(c)
+	return answer, err == nil && len(answer) > 0
+}
+
+// openGvproxy is what Podman's and other machines use: gVisor's stack like ours,
+// over the link that its own forwarder makes in the guest.
+//
+//	client ── lo ── gvproxy ── unix socket ┊ forwarder ── tap ── server
+//	                                       ┊ guest namespace
+func openGvproxy(tb testing.TB) *bed {
+	tb.Helper()
+	const guest = "192.168.127.2" // the only guest it has an address for
+	b := &bed{
+		host: datapathtest.NewNetNS(tb), guest: datapathtest.NewNetNS(tb),
+		server: guest, client: "127.0.0.1", port: publishedPort,
+	}
+	api := socketPath(tb)
+	b.start(tb, exec.Command(find(tb, "gvproxy"), "-listen", "unix://"+api, "-ssh-port", "-1"))
+	awaitSocket(tb, api)
+	require.NoError(tb, b.guest.Do(func() error {
+		mac, err := net.ParseMAC("5a:94:ef:e4:0c:ee") // of that guest
+		if err != nil {
+			return err
+		}
+		return netlink.LinkAdd(&netlink.Tuntap{LinkAttrs: netlink.LinkAttrs{Name: "tap0", HardwareAddr: mac}, Mode: netlink.TUNTAP_MODE_TAP})
+	}))
+	setUp(tb, b.guest, "tap0", guest+"/24")
+	startProgram(tb, b.guest, exec.Command(find(tb, "vm"), "-url", "unix://"+api, "-preexisting"))
+	client := http.Client{Transport: &http.Transport{
+		DialContext:       func(context.Context, string, string) (net.Conn, error) { return net.Dial("unix", api) },
+		DisableKeepAlives: true,
+	}}
+	for _, proto := range []string{"tcp", "udp"} {
+		body, err := json.Marshal(map[string]string{
+			"local": addrPort(b.client, b.port), "remote": addrPort(guest, guestPort), "protocol": proto,
+		})
+		require.NoError(tb, err)
+		resp, err := client.Post("http://gvproxy/services/forwarder/expose", "application/json", bytes.NewReader(body))
+		require.NoError(tb, err)
+		_ = resp.Body.Close()
+		require.Equal(tb, http.StatusOK, resp.StatusCode)
+	}
+	b.await(tb)
+	return b
+}
