@@ -38,8 +38,8 @@ func TestReport(t *testing.T) {
 		"| TCP host→guest, 1 flow | ≥ 0.45 × loopback | ×0.5: 10 against 20 Gbit/s | met | [Day-1](#run-day-1) |\n",
 		"\n\nIt copies *twice*.\n\n",
 		"](" + filepath.ToSlash(plots) + "/throughput.svg)\n",
-		"## Run Day-1\n\n2 rounds · cpus: 2\n",
-		"| **culvert-tap** | 10 (8 to 12) ×0.50 |\n",
+		"## Run Day-1\n\nrounds: 2 · cpus: 2\n",
+		"| **culvert-tap** | 10 (8 to 12) ×0.5 |\n",
 	} {
 		assert.Contains(t, out.String(), want)
 	}

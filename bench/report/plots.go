@@ -53,7 +53,7 @@ func writePlots(w io.Writer, dir string, runs []*run) error {
 	if err := os.MkdirAll(dir, 0o755); err != nil {
 		return err
 	}
-	heading := "\n## Plots\n\nBars are medians, whiskers reach from the least to the greatest round.\n"
+	heading := "\n## Plots\n\nBars are medians, whiskers reach from the least to the greatest round; one without an end goes on beyond the plot.\n"
 	for _, p := range plots {
 		c, ok := p.chart(runs)
 		if !ok {
@@ -74,7 +74,7 @@ func writePlots(w io.Writer, dir string, runs []*run) error {
 func (p plot) chart(runs []*run) (c chart, ok bool) {
 	for _, r := range runs {
 		if groups := p.groups(r); len(groups) > 0 && len(groups) >= len(c.groups) {
-			c = chart{title: p.title, source: fmt.Sprintf("run %s, medians of %d rounds", r.name, r.rounds), groups: groups}
+			c = chart{title: p.title, source: fmt.Sprintf("run %s, rounds: %d", r.name, r.rounds), groups: groups}
 		}
 	}
 	for _, s := range p.series {

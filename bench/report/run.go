@@ -74,7 +74,7 @@ func newRun(name string, rounds int) *run {
 func (r *run) read(in io.Reader) error {
 	lines := bufio.NewScanner(in)
 	for lines.Scan() {
-		line := lines.Text()
+		line := strings.TrimRight(lines.Text(), " ")
 		if name, ok := strings.CutPrefix(strings.TrimSpace(line), "--- FAIL: Benchmark"); ok {
 			r.miss(withoutProcs(name), "failed")
 		} else if text, ok := strings.CutPrefix(line, "left-out: Benchmark"); ok {

@@ -51,20 +51,24 @@ type scale struct {
 func (s scale) x(v float64) float64 { return s.left + s.width*v/s.max }
 
 // scale has the axis begin at 0, for bars to be in proportion, and end where the
-// longest whisker does.
+// longest whisker does, or else, for one bad round not to flatten the rest, half a
+// bar behind the longest bar.
 func (c chart) scale() scale {
-	longest, greatest := 0, 0.0
+	longest, greatest, median := 0, 0.0, 0.0
 	for _, g := range c.groups {
 		longest = max(longest, utf8.RuneCountInString(g.name))
 		for _, bar := range g.bars {
-			greatest = max(greatest, slices.Max(append(bar, 0)))
+			if bar != nil {
+				greatest, median = max(greatest, slices.Max(bar)), max(median, bar.median())
+			}
 		}
 	}
 	left := float64(margin + longest*charWidth + 8)
-	if greatest == 0 {
-		greatest = 1
+	end := min(greatest, 1.5*median)
+	if end == 0 {
+		end = 1
 	}
-	return scale{left: left, width: chartWidth - left - valueSpace - margin, max: greatest, step: tick(greatest / 8)}
+	return scale{left: left, width: chartWidth - left - valueSpace - margin, max: end, step: tick(end / 8)}
 }
 
 // tick returns the least of 1, 2 and 5 times a power of ten that is not below v.
@@ -120,10 +124,13 @@ func (g group) draw(b *bytes.Buffer, s scale, y float64) {
 			continue
 		}
 		top := y + float64(i)*barHeight
-		from, to := s.x(slices.Min(bar)), s.x(slices.Max(bar))
+		from, to := s.x(slices.Min(bar)), s.x(min(slices.Max(bar), s.max))
 		fmt.Fprintf(b, `<rect x="%.1f" y="%.1f" width="%.1f" height="%d" fill="%s"/>`+"\n", s.left, top+1, s.x(bar.median())-s.left, barHeight-2, seriesColors[i])
-		// ├──┤
-		fmt.Fprintf(b, `<path d="M%.1f %.1fv6m0 -3H%.1fm0 -3v6" stroke="#1a1a1a" fill="none"/>`+"\n", from, top+4, to)
+		end := "m0 -3v6" // ├──┤
+		if slices.Max(bar) > s.max {
+			end = "" // ├──
+		}
+		fmt.Fprintf(b, `<path d="M%.1f %.1fv6m0 -3H%.1f%s" stroke="#1a1a1a" fill="none"/>`+"\n", from, top+4, to, end)
 		text(b, to+5, top+11, `font-size="11"`, number(bar.median()))
 	}
 }

@@ -2,6 +2,7 @@ package main
 
 import (
 	"encoding/xml"
+	"fmt"
 	"os"
 	"path/filepath"
 	"strings"
@@ -23,6 +24,9 @@ type drawing struct {
 		Width float64 `xml:"width,attr"`
 		Fill  string  `xml:"fill,attr"`
 	} `xml:"rect"`
+	Paths []struct {
+		D string `xml:"d,attr"`
+	} `xml:"path"`
 	Texts []struct {
 		X      float64 `xml:"x,attr"`
 		Anchor string  `xml:"text-anchor,attr"`
@@ -73,13 +77,22 @@ func TestScale(t *testing.T) {
 	for _, c := range []struct{ greatest, step float64 }{
 		{0.9, 0.2}, {1, 0.2}, {1.1, 0.2}, {11, 2}, {41, 10}, {12000, 2000}, {0, 0.2},
 	} {
-		s := chart{groups: []group{{"x", []sample{{c.greatest / 2, c.greatest}}}}}.scale()
+		s := chart{groups: []group{{"x", []sample{{c.greatest * 0.9, c.greatest}, nil}}}}.scale()
 		assert.InEpsilon(t, c.step, s.step, 1e-9, "to %g", c.greatest)
 		assert.InDelta(t, s.left, s.x(0), 1e-9)
 		if c.greatest > 0 {
 			assert.InDelta(t, s.left+s.width, s.x(c.greatest), 1e-9)
 		}
 	}
+}
+
+func TestOutlier(t *testing.T) {
+	c := chart{series: []string{"p99"}, groups: []group{{"calm", []sample{{30, 40, 50}}}, {"once bad", []sample{{10, 20, 9000}}}}}
+	assert.InDelta(t, 60, c.scale().max, 1e-9, "half of 40 more than 40")
+	d := mustDraw(t, c)
+	whiskers := d.Paths[len(d.Paths)-2:]
+	assert.True(t, strings.HasSuffix(whiskers[0].D, "v6"), whiskers[0].D)
+	assert.True(t, strings.HasSuffix(whiskers[1].D, fmt.Sprintf("H%d.0", chartWidth-valueSpace-margin)), "%s goes to the edge and has no end", whiskers[1].D)
 }
 
 func TestPlots(t *testing.T) {

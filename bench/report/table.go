@@ -27,7 +27,11 @@ var references = []string{"path=pasta-tap", "path=gvproxy", "path=culvert-stream
 
 // write writes the run's part of the report.
 func (r *run) write(w io.Writer) {
-	fmt.Fprintf(w, "\n## Run %s\n\n%d rounds · %s\n", r.name, r.rounds, strings.Join(r.config, " · "))
+	fmt.Fprintf(w, "\n## Run %s\n\nrounds: %d", r.name, r.rounds)
+	for _, line := range r.config {
+		fmt.Fprintf(w, " · %s", line)
+	}
+	fmt.Fprintln(w)
 	if len(r.absent) > 0 {
 		fmt.Fprint(w, "\nMissing below:\n\n")
 		for _, a := range r.absent {
@@ -145,7 +149,7 @@ func (r *run) ratio(a, b result) string {
 	if !okA || !okB || mb == 0 {
 		return ""
 	}
-	return fmt.Sprintf("×%.2f", ma/mb)
+	return "×" + number(ma/mb)
 }
 
 // of returns the same result of another subject.

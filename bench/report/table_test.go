@@ -31,7 +31,7 @@ func TestTables(t *testing.T) {
 | | flows=1 |
 |---|---|
 | loopback | 30 (20 to 40) |
-| tap | 13 (11 to 15) of 2 rounds ×0.43 |
+| tap | 13 (11 to 15) of 2 rounds ×0.433 |
 `},
 		{"units are columns of a narrow table, and cells may be empty", []string{
 			"BenchmarkPing/path=loopback-2 1 20 p50-µs\nBenchmarkPing/path=tap-2 1 50 p50-µs 90 p99-µs\n",
@@ -41,7 +41,7 @@ func TestTables(t *testing.T) {
 | | p50-µs | p99-µs |
 |---|---|---|
 | loopback | 20 | – |
-| tap | 50 ×2.50 | 90 |
+| tap | 50 ×2.5 | 90 |
 `},
 		{"a wide one is split, by all params but the last and by unit; 4 < 16", []string{
 			"BenchmarkTCP/path=tap/dir=a/flows=16-2 1 3 Gbit/s 4 MB 5 s\nBenchmarkTCP/path=tap/dir=a/flows=4-2 1 1 Gbit/s 2 MB\n" +
@@ -80,9 +80,9 @@ func TestTables(t *testing.T) {
 | | kpkt/s | loss-% | failed |
 |---|---|---|---|
 | loopback | 100 | 1 | 0 |
-| pasta-tap | 20 ×0.20 | 2 | 1 |
-| **culvert-tap** | 50 ×0.50 | 0 | 2 |
-| *culvert-tap ÷ pasta-tap* | ×2.50 | – | ×2.00 |
+| pasta-tap | 20 ×0.2 | 2 | 1 |
+| **culvert-tap** | 50 ×0.5 | 0 | 2 |
+| *culvert-tap ÷ pasta-tap* | ×2.5 | – | ×2 |
 `},
 		{"without subjects params are rows", []string{
 			"BenchmarkPublish/ports=9/owners=1-2 1 10 ms 1 MB\nBenchmarkPublish/ports=9/owners=9-2 1 30 ms 2 MB\n",
@@ -102,7 +102,7 @@ func TestTables(t *testing.T) {
 | | path=culvert-tap |
 |---|---|
 | none | 10 |
-| off | 9 ×0.90 |
+| off | 9 ×0.9 |
 `},
 	} {
 		t.Run(c.name, func(t *testing.T) { assert.Equal(t, c.want, tables(mustRun(t, "x", c.rounds...))) })
