@@ -164,6 +164,9 @@ func (b *bed) attach(t *testing.T, vm string) *guestEnd {
 	t.Helper()
 	offloads := virtio.OffloadCSum | virtio.OffloadTSO4
 	ours, theirs := memory.Pair(memory.Options{ToGuest: offloads, FromGuest: offloads})
+	ours.Stats().SetQueues(func() []datapath.Queue { // which a link in memory has none of
+		return []datapath.Queue{{ToGuest: true, Kicks: 1, Polls: 2, Calls: 3, Quiet: 4, Super: 5, Partial: 6}, {Kicks: 7}}
+	})
 	g := &guestEnd{Attachment: theirs}
 	for _, qp := range theirs.QueuePairs() {
 		g.pairs = append(g.pairs, mutablePair{qp, g})

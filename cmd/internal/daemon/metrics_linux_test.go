@@ -111,6 +111,16 @@ func TestMetrics(t *testing.T) {
 	assert.Positive(t, s.value(t, "link_bytes_total", "vm=a", "direction=to_host"))
 	assert.Zero(t, s.value(t, "drops_total", "vm=a", "reason=bad-checksum"))
 	assert.Positive(t, s.value(t, "stack_resets_received_total", "vm=a"), "the refused flow")
+	assert.EqualValues(t, 1, s.value(t, "flows_ended_total", "vm=a", "protocol=tcp", "end=closed"))
+	assert.EqualValues(t, 0, s.value(t, "flows_ended_total", "vm=a", "protocol=tcp", "end=guest-reset"), "it had not taken that one")
+	s.absent(t, "flows_ended_total", "protocol=udp")
+	toGuest := []string{"vm=a", "queue=0", "direction=to_guest"}
+	for i, name := range []string{"kicks_total", "polls_total", "calls_total", "calls_suppressed_total"} {
+		assert.EqualValues(t, i+1, s.value(t, "queue_"+name, toGuest...))
+	}
+	assert.EqualValues(t, 5, s.value(t, "queue_offload_frames_total", append(toGuest, "offload=segmentation")...))
+	assert.EqualValues(t, 6, s.value(t, "queue_offload_frames_total", append(toGuest, "offload=checksum")...))
+	assert.EqualValues(t, 7, s.value(t, "queue_kicks_total", "vm=a", "queue=0", "direction=to_host"))
 	assert.EqualValues(t, 0, s.value(t, "cluster_reachable", "vm=a"))
 	assert.EqualValues(t, 1, s.value(t, "reconcile_snapshots_total", "source=static"))
 	assert.Positive(t, s.value(t, "reconcile_publishes_total"))

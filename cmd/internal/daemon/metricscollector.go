@@ -2,6 +2,7 @@ package daemon
 
 import (
 	"runtime"
+	"strconv"
 	"time"
 
 	"github.com/culvertnet/culvert/cmd/internal/api"
@@ -73,6 +74,13 @@ var (
 	linkFrames = counter("link_frames_total", "Frames that passed the VM's link; a super-frame is one."+perLife, "vm", "direction")
 	linkBytes  = counter("link_bytes_total", "Bytes of frames that passed the VM's link."+perLife, "vm", "direction")
 	drops      = counter("drops_total", "Frames dropped between the stack and the guest, by reason."+perLife, "vm", "reason")
+
+	queueKicks    = counter("queue_kicks_total", "Times that the guest's driver woke us for a queue."+perLife, "vm", "queue", "direction")
+	queuePolls    = counter("queue_polls_total", "Times that we found something new in a queue without being woken."+perLife, "vm", "queue", "direction")
+	queueCalls    = counter("queue_calls_total", "Interrupts of the guest for a queue."+perLife, "vm", "queue", "direction")
+	queueQuiet    = counter("queue_calls_suppressed_total", "Batches for which the guest's driver wanted no interrupt."+perLife, "vm", "queue", "direction")
+	queueOffloads = counter("queue_offload_frames_total", "Frames that came without their checksum (checksum), and super-frames (segmentation), which have none either."+perLife,
+		"vm", "queue", "direction", "offload")
 
 	stackRetransmits = counter("stack_retransmits_total", "TCP segments sent again to the guest."+perLife, "vm")
 	stackChecksums   = counter("stack_checksum_errors_total", "Packets of the guest with a wrong checksum or header."+perLife, "vm")
@@ -167,8 +175,15 @@ func truth(b bool) float64 {
 }
 
 func (s scrape) directions(f family, t api.Traffic, labels ...string) {
-	s.put(f, float64(t.ToGuest), append(labels[:len(labels):len(labels)], "to_guest")...)
-	s.put(f, float64(t.ToHost), append(labels[:len(labels):len(labels)], "to_host")...)
+	s.put(f, float64(t.ToGuest), append(labels[:len(labels):len(labels)], direction(true))...)
+	s.put(f, float64(t.ToHost), append(labels[:len(labels):len(labels)], direction(false))...)
+}
+
+func direction(toGuest bool) string {
+	if toGuest {
+		return "to_guest"
+	}
+	return "to_host"
 }
 
 // ledger shows the rows, and what passes them.
@@ -237,6 +252,15 @@ func (s scrape) link(vm api.VM, n netstack.Stats) {
 	s.put(stackReceive, float64(n.ReceiveDrops), vm.Name)
 	s.put(stackSegments, float64(n.SegmentsDropped), vm.Name)
 	s.put(stackResets, float64(n.ResetsReceived), vm.Name)
+	for _, q := range n.Link.Queues() {
+		labels := []string{vm.Name, strconv.Itoa(q.Pair), direction(q.ToGuest)}
+		s.put(queueKicks, float64(q.Kicks), labels...)
+		s.put(queuePolls, float64(q.Polls), labels...)
+		s.put(queueCalls, float64(q.Calls), labels...)
+		s.put(queueQuiet, float64(q.Quiet), labels...)
+		s.put(queueOffloads, float64(q.Partial), append(labels, "checksum")...)
+		s.put(queueOffloads, float64(q.Super), append(labels, "segmentation")...)
+	}
 }
 
 // guest shows how it stands with what runs in a VM, as far as it is followed.
