@@ -111,6 +111,13 @@ func (f *Recorder) record(at int64, queue int, dir Direction, fr *datapath.Frame
 	return number
 }
 
+// recorded returns how many frames have been recorded.
+func (f *Recorder) recorded() uint64 {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.next - 1
+}
+
 // mark says why a frame was dropped, if it is still there.
 func (f *Recorder) mark(number uint64, why datapath.DropReason) {
 	f.mu.Lock()

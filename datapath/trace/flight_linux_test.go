@@ -94,6 +94,7 @@ func TestFlight(t *testing.T) {
 	b.att.QueuePairs()[1].(datapath.DropObserver).DroppedFromGuest(f, datapath.DropSpoofed)
 	b.att.QueuePairs()[0].(datapath.DropObserver).DroppedToGuest(&datapath.Frame{Segs: [][]byte{in}, N: len(in)}, datapath.DropQueueFull)
 	b.end(t)
+	assert.Equal(t, map[string]uint64{"vm1": 12}, b.tracer.Stats().Flown, "two are overwritten")
 	require.NoError(t, b.tracer.Close())
 	b.att.QueuePairs()[1].(datapath.DropObserver).DroppedFromGuest(f, datapath.DropSpoofed) // closed
 

@@ -109,6 +109,7 @@ func (r *Reader) Close() {
 		} else {
 			t.readers.Store(nil)
 		}
+		t.lost += r.Lost() // what a batch under way still loses is nobody's
 		close(r.done)
 	})
 }

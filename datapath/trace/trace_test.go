@@ -435,6 +435,7 @@ func TestLoss(t *testing.T) {
 	}
 	send(100)
 	assert.EqualValues(t, 92, r.Lost())
+	assert.Equal(t, Stats{Readers: 1, Lost: 92, Flown: map[string]uint64{}}, tr.Stats())
 	r.begin()
 	for range 8 {
 		s := r.ring.oldest()
@@ -458,6 +459,14 @@ func TestLoss(t *testing.T) {
 	}
 	assert.EqualValues(t, 94, p.lost["vm1/q0"])
 	assert.EqualValues(t, 110, p.received["vm1/q0"])
+
+	// What a reader lost that has left stays counted, beside another's.
+	other, err := tr.open(ReaderOptions{}, 8, 1<<20)
+	require.NoError(t, err)
+	send(10)
+	assert.Equal(t, Stats{Readers: 1, Lost: 94 + 2, Flown: map[string]uint64{}}, tr.Stats())
+	other.Close()
+	assert.Equal(t, Stats{Lost: 94 + 2, Flown: map[string]uint64{}}, tr.Stats())
 }
 
 // TestMillion: a million frames, of several writers and both ways, each written

@@ -56,6 +56,32 @@ type Tracer struct {
 	mu      sync.Mutex
 	links   []*link
 	flights map[string]*Recorder
+	lost    uint64 // records, of readers that have left
+}
+
+// Stats is a reading of what a Tracer has counted.
+type Stats struct {
+	Readers int               // open now
+	Lost    uint64            // records that readers too slow for the frames have lost, since New
+	Flown   map[string]uint64 // frames kept by the flight recorder of each VM that has one, since New
+}
+
+// Stats reads the counters. It holds up no frame but of a flight recorder, and
+// that for no longer than another frame does.
+func (t *Tracer) Stats() Stats {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	s := Stats{Lost: t.lost, Flown: make(map[string]uint64, len(t.flights))}
+	if all := t.readers.Load(); all != nil {
+		s.Readers = len(*all)
+		for _, r := range *all {
+			s.Lost += r.Lost()
+		}
+	}
+	for vm, f := range t.flights {
+		s.Flown[vm] = f.recorded()
+	}
+	return s
 }
 
 // New returns a Tracer that nobody reads yet.

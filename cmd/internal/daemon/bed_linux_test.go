@@ -22,6 +22,7 @@ import (
 	"github.com/culvertnet/culvert/cmd/internal/api"
 	"github.com/culvertnet/culvert/datapath"
 	"github.com/culvertnet/culvert/datapath/memory"
+	"github.com/culvertnet/culvert/datapath/trace"
 	"github.com/culvertnet/culvert/datapath/virtio"
 	"github.com/culvertnet/culvert/reconcile"
 	"github.com/culvertnet/culvert/stack"
@@ -274,6 +275,7 @@ func newIdle(tb testing.TB) *Daemon {
 	log := slog.New(slog.DiscardHandler)
 	d.loop = reconcile.NewLoop(nobody{}, log)
 	d.vms = reconcile.NewVMs(d.loop, log)
+	d.tracer = trace.New(trace.Options{})
 	tb.Cleanup(d.vms.Close)
 	var err error
 	d.forwarder, err = stack.New(stack.Options{})

@@ -68,6 +68,7 @@ func startFollowing(t *testing.T) (*bed, *guesttest.Engine, *fakeCluster) {
 	cluster, kubeconfig := newCluster(t)
 	return start(t, fmt.Sprintf(`
 names: {listen: "127.0.0.1:0"}
+trace: {flightRecorder: 100}
 vms: [{name: a, attach: memory, docker: %q, kubernetes: {kubeconfig: %s, via: host}, publish: ["0:80"]}]
 `, engine.Endpoint(), kubeconfig)), engine, cluster
 }

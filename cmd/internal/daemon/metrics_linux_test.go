@@ -137,6 +137,23 @@ func (b *bed) wantKubernetes(t *testing.T, vm string, wanted bool) error {
 	return err
 }
 
+// TestMetricsOfTrace: who reads, and what the flight recorder keeps.
+func TestMetricsOfTrace(t *testing.T) {
+	b := start(t, "trace: {flightRecorder: 10}\nvms: [{name: a, attach: memory}]")
+	s := b.scrape(t)
+	assert.Zero(t, s.value(t, "trace_readers"))
+	assert.Zero(t, s.value(t, "trace_lost_records_total"))
+	b.attach(t, "a")
+	assert.Positive(t, b.scrape(t).value(t, "flight_recorder_frames_total", "vm=a"))
+	ctx, leave := context.WithCancel(t.Context())
+	stream, err := b.client.Trace(ctx, api.TraceRequest{})
+	require.NoError(t, err)
+	assert.EqualValues(t, 1, b.scrape(t).value(t, "trace_readers"))
+	require.NoError(t, stream.Close())
+	leave()
+	require.Eventually(t, func() bool { return b.scrape(t).value(t, "trace_readers") == 0 }, patience, 10*time.Millisecond)
+}
+
 // Names follow Prometheus' conventions, and what is described is what is shown.
 func TestMetricsLint(t *testing.T) {
 	b := start(t, full)

@@ -8,6 +8,7 @@ import (
 	"github.com/culvertnet/culvert/cmd/internal/api"
 	"github.com/culvertnet/culvert/cmd/internal/names"
 	"github.com/culvertnet/culvert/datapath"
+	"github.com/culvertnet/culvert/datapath/trace"
 	"github.com/culvertnet/culvert/reconcile"
 	"github.com/culvertnet/culvert/stack"
 	"github.com/culvertnet/culvert/stack/listener"
@@ -88,6 +89,10 @@ var (
 	stackSegments    = counter("stack_segment_errors_total", "TCP segments that could not be sent, or were invalid."+perLife, "vm")
 	stackResets      = counter("stack_resets_received_total", "TCP resets that the guest sent."+perLife, "vm")
 
+	traceReaders = gauge("trace_readers", "Traces being read.")
+	traceLost    = counter("trace_lost_records_total", "Frames that a trace lacks because its reader was too slow.")
+	flightFrames = counter("flight_recorder_frames_total", "Frames kept by the VM's flight recorder, the last of which are there.", "vm")
+
 	engineReachable = gauge("engine_reachable", "Whether the container engine answered last.", "vm")
 	engineFailures  = gauge("engine_failures", "Listings of the container engine that failed, in a row.", "vm")
 	engineListed    = gauge("engine_last_listing_timestamp_seconds", "When the container engine last said which containers run.", "vm")
@@ -144,6 +149,7 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 		}
 	}
 	c.reconcile(out)
+	out.trace(c.d.tracer.Stats())
 	if c.dns != nil {
 		out.put(namesCount, float64(c.d.loop.Names().Len()))
 		for rcode, n := range c.dns.Queries() {
@@ -260,6 +266,15 @@ func (s scrape) link(vm api.VM, n netstack.Stats) {
 		s.put(queueQuiet, float64(q.Quiet), labels...)
 		s.put(queueOffloads, float64(q.Partial), append(labels, "checksum")...)
 		s.put(queueOffloads, float64(q.Super), append(labels, "segmentation")...)
+	}
+}
+
+// trace shows who reads frames, and whether they can follow.
+func (s scrape) trace(n trace.Stats) {
+	s.put(traceReaders, float64(n.Readers))
+	s.put(traceLost, float64(n.Lost))
+	for vm, frames := range n.Flown {
+		s.put(flightFrames, float64(frames), vm)
 	}
 }
 
