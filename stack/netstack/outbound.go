@@ -3,6 +3,7 @@ package netstack
 import (
 	"sync"
 	"sync/atomic"
+	"time"
 
 	"github.com/culvertnet/culvert/datapath"
 	"github.com/culvertnet/culvert/datapath/virtio"
@@ -35,6 +36,10 @@ type outbound struct {
 	// full says that packets wait, and so that order demands to queue behind
 	// them. It is set and cleared under mu.
 	full atomic.Bool
+	// stuck is since when the guest has taken none of those that wait, in
+	// nanoseconds after begun; 0 while none waits. It is set as full is.
+	stuck atomic.Int64
+	begun time.Time
 
 	mu       sync.Mutex
 	waiting  []*stack.PacketBuffer
@@ -43,7 +48,7 @@ type outbound struct {
 }
 
 func newOutbound(qp datapath.QueuePair, stats *datapath.Stats) *outbound {
-	return &outbound{qp: qp, stats: stats, kick: make(chan struct{}, 1), done: make(chan struct{})}
+	return &outbound{qp: qp, stats: stats, kick: make(chan struct{}, 1), done: make(chan struct{}), begun: time.Now()}
 }
 
 // A scratch is the memory of one WriteBatch.
@@ -92,12 +97,26 @@ func (o *outbound) keep(pkt *stack.PacketBuffer) {
 		return
 	}
 	o.full.Store(true)
+	o.moved()
 	// Room may have fired between the short WriteBatch and now, and found
 	// nothing waiting.
 	select {
 	case o.kick <- struct{}{}:
 	default:
 	}
+}
+
+// moved notes that the guest takes frames until now, while others wait.
+func (o *outbound) moved() { o.stuck.Store(max(1, int64(time.Since(o.begun)))) }
+
+// stalled returns for how long the guest has taken none of the packets that wait;
+// 0 while none waits.
+func (o *outbound) stalled() time.Duration {
+	since := o.stuck.Load()
+	if since == 0 {
+		return 0
+	}
+	return time.Since(o.begun) - time.Duration(since)
 }
 
 // overflow counts pkt as dropped, and shows it to who traces the link.
@@ -157,6 +176,9 @@ func (o *outbound) drain() {
 			batch[i] = nil
 		}
 		o.waiting = o.waiting[n:]
+		if n > 0 {
+			o.moved()
+		}
 		if n < len(batch) {
 			sc.release(len(batch))
 			return // Room fires again
@@ -165,6 +187,7 @@ func (o *outbound) drain() {
 	sc.release(drainBatch)
 	o.waiting = nil
 	o.full.Store(false)
+	o.stuck.Store(0)
 }
 
 // stop ends run.
@@ -180,6 +203,7 @@ func (o *outbound) drop() {
 	}
 	o.waiting, o.segments = nil, 0
 	o.full.Store(false)
+	o.stuck.Store(0)
 }
 
 // fill makes sc.frames[i] the frame of pkt: its bytes as they lie, and the

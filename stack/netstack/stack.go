@@ -168,6 +168,15 @@ func (s *Stack) LastFrame() time.Time {
 	return s.start.Add(time.Duration(n))
 }
 
+// Stalled returns for how long frames have waited of which the guest takes none,
+// of the queue that stands longest; 0 while it takes them, or there are none.
+func (s *Stack) Stalled() (longest time.Duration) {
+	for _, o := range s.link.out {
+		longest = max(longest, o.stalled())
+	}
+	return longest
+}
+
 // Stats returns the attachment's counters and the stack's own.
 func (s *Stack) Stats() Stats {
 	net := s.net.Stats()
