@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"os/exec"
 	"strconv"
@@ -32,7 +33,8 @@ func startIperf(b *testing.B, bed *bed) {
 // iperf runs one iperf3 client and returns what the receiving side counted, in
 // Gbit/s: all flows of a direction together, and the slowest of them.
 func iperf(bed *bed, dir string, flows int) (total, slowest float64, err error) {
-	ctx, cancel := context.WithTimeout(context.Background(), time.Duration(seconds)*time.Second+patience)
+	limit := time.Duration(seconds)*time.Second + patience
+	ctx, cancel := context.WithTimeout(context.Background(), limit)
 	defer cancel()
 	args := []string{
 		"--client", bed.client, "--port", strconv.Itoa(bed.port), "--json",
@@ -50,9 +52,7 @@ func iperf(bed *bed, dir string, flows int) (total, slowest float64, err error) 
 	if err := startIn(bed.host, cmd); err != nil {
 		return 0, 0, err
 	}
-	if err := cmd.Wait(); err != nil {
-		return 0, 0, fmt.Errorf("iperf3 %v: %w: %s", args, err, out.String())
-	}
+	ended := cmd.Wait()
 	var report struct {
 		Error string
 		End   struct {
@@ -63,11 +63,14 @@ func iperf(bed *bed, dir string, flows int) (total, slowest float64, err error) 
 			Back     iperfRate `json:"sum_received_bidir_reverse"`
 		}
 	}
-	if err := json.Unmarshal(out.Bytes(), &report); err != nil {
-		return 0, 0, fmt.Errorf("iperf3: %w: %s", err, out.String())
-	}
-	if report.Error != "" || report.End.Received.Bits == 0 { // some errors leave its status 0
-		return 0, 0, fmt.Errorf("iperf3 %v: %s", args, out.String())
+	err = json.Unmarshal(out.Bytes(), &report)
+	switch {
+	case ctx.Err() != nil:
+		return 0, 0, fmt.Errorf("iperf3 %v has not ended after %v", args, limit)
+	case report.Error != "": // some leave its status 0
+		return 0, 0, fmt.Errorf("iperf3 %v: %s", args, report.Error)
+	case ended != nil || err != nil || report.End.Received.Bits == 0:
+		return 0, 0, fmt.Errorf("iperf3 %v: %w: %s", args, errors.Join(ended, err), out.String())
 	}
 	slowest = report.End.Streams[0].Receiver.Bits
 	for _, s := range report.End.Streams {

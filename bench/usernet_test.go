@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"net"
@@ -20,6 +21,12 @@ import (
 )
 
 // User-mode networks: peers with a link of their own into the guest's namespace.
+
+// Of linux/if_tun.h and linux/if.h.
+const (
+	iffTAP     = 0x2
+	iffLowerUp = 0x10000 // there is carrier
+)
 
 // hugeMTU is what pasta and slirp4netns take by themselves or advise: without
 // offloads of the link a large MTU is what makes them fast.
@@ -121,10 +128,19 @@ func openGvproxy(tb testing.TB) *bed {
 		if err != nil {
 			return err
 		}
-		return netlink.LinkAdd(&netlink.Tuntap{LinkAttrs: netlink.LinkAttrs{Name: "tap0", HardwareAddr: mac}, Mode: netlink.TUNTAP_MODE_TAP})
+		return netlink.LinkAdd(&netlink.Tuntap{LinkAttrs: netlink.LinkAttrs{Name: "tap0", HardwareAddr: mac}, Mode: iffTAP})
 	}))
 	setUp(tb, b.guest, "tap0", guest+"/24")
 	startProgram(tb, b.guest, exec.Command(find(tb, "vm"), "-url", "unix://"+api, "-preexisting"))
+	require.Eventually(tb, func() bool { // the forwarder has opened it
+		return b.guest.Do(func() error {
+			link, err := netlink.LinkByName("tap0")
+			if err == nil && link.Attrs().RawFlags&iffLowerUp == 0 {
+				err = errors.New("no carrier")
+			}
+			return err
+		}) == nil
+	}, 10*time.Second, 10*time.Millisecond, "the forwarder does not come")
 	client := http.Client{Transport: &http.Transport{
 		DialContext:       func(context.Context, string, string) (net.Conn, error) { return net.Dial("unix", api) },
 		DisableKeepAlives: true,
