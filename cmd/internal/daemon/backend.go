@@ -176,10 +176,22 @@ func (d *Daemon) VMs() []api.VM {
 			vm.Drops = s.Link.AllDrops()
 			vm.Flows = s.Flows
 			vm.Endpoints = s.Endpoints
+			if l.Stalled() >= stallShown {
+				vm.Detail = joined(vm.Detail, "the guest takes no frames")
+			}
 		}
 		list = append(list, vm)
 	}
 	return list
+}
+
+// stallShown is for how long a guest takes no frames that wait for it before that
+// is worth a word: a busy one is behind for milliseconds.
+const stallShown = time.Second
+
+// joined joins what is known of a VM.
+func joined(parts ...string) string {
+	return strings.Join(slices.DeleteFunc(parts, func(s string) bool { return s == "" }), "; ")
 }
 
 // engineOf says how it stands with a VM's engine.

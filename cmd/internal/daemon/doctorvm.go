@@ -149,7 +149,15 @@ func (c *checkup) probe(ctx context.Context, vm VMLink) {
 			down = down || r == datapath.DropLinkDown
 		}
 	}
+	stalled := c.link.Stalled()
 	switch {
+	case stalled >= stallShown:
+		c.broken(atLink, fmt.Sprintf("frames wait, of which the guest has taken none for %s; %s", forHowLong(time.Now().Add(-stalled)), seen),
+			"see whether the VM runs or hangs; its console and its VMM tell")
+		if err == nil { // over another queue
+			c.ok(atNode, "%s answers within %s", vm.Node, rtt.Round(time.Microsecond))
+			return
+		}
 	case err == nil:
 		c.ok(atLink, "%s", seen)
 		c.ok(atNode, "%s answers within %s", vm.Node, rtt.Round(time.Microsecond))

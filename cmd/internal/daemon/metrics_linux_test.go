@@ -18,6 +18,8 @@ import (
 	"time"
 
 	"github.com/culvertnet/culvert/cmd/internal/api"
+	"github.com/culvertnet/culvert/datapath"
+	"github.com/culvertnet/culvert/datapath/memory"
 	"github.com/culvertnet/culvert/stack/listener"
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
@@ -333,6 +335,36 @@ func TestTruthIsOne(t *testing.T) {
 	vm, s = agree("gone")
 	assert.False(t, vm.Probe.OK)
 	s.absent(t, "vm_last_frame_timestamp_seconds", "vm=a")
+}
+
+// TestStalledLink: a guest that takes no frames is seen as such everywhere, and no
+// more once it takes them.
+func TestStalledLink(t *testing.T) {
+	b := start(t, "vms: [{name: a, attach: memory}]")
+	ours, guest := memory.Pair(memory.Options{Depth: 1})
+	defer guest.Close()
+	b.guests <- ours
+	const detail = "the guest takes no frames"
+	require.Eventually(t, func() bool { return strings.Contains(b.vm(t, "a").Detail, detail) }, patience, 50*time.Millisecond)
+	assert.GreaterOrEqual(t, b.scrape(t).value(t, "vm_stalled_seconds", "vm=a"), stallShown.Seconds())
+	_, broken := b.doctor(t, "a", "")
+	require.Len(t, broken, 1)
+	assert.Contains(t, broken[0], "link: frames wait, of which the guest has taken none for ")
+
+	read := make(chan struct{})
+	go func() {
+		defer close(read)
+		frames := make([]datapath.Frame, 8)
+		for {
+			if _, err := guest.QueuePairs()[0].ReadBatch(frames, func(n int) [][]byte { return [][]byte{make([]byte, n)} }); err != nil {
+				return
+			}
+		}
+	}()
+	require.Eventually(t, func() bool { return !strings.Contains(b.vm(t, "a").Detail, detail) }, patience, 50*time.Millisecond)
+	assert.Less(t, b.scrape(t).value(t, "vm_stalled_seconds", "vm=a"), stallShown.Seconds())
+	require.NoError(t, guest.Close())
+	<-read
 }
 
 // BenchmarkScrape is a whole scrape, as text, with 10 000 rows, and with none;

@@ -12,7 +12,6 @@ import (
 	"github.com/culvertnet/culvert/reconcile"
 	"github.com/culvertnet/culvert/stack"
 	"github.com/culvertnet/culvert/stack/listener"
-	"github.com/culvertnet/culvert/stack/netstack"
 	"github.com/prometheus/client_golang/prometheus"
 )
 
@@ -71,6 +70,8 @@ var (
 	vmQueues     = gauge("vm_queues", "Queue pairs in use.", "vm")
 	vmOffload    = gauge("vm_offload", "1 for each offload in use towards the guest.", "vm", "offload")
 	vmEndpoints  = gauge("vm_endpoints", "Endpoints of the VM's network stack, those in TIME_WAIT among them.", "vm")
+
+	vmStalled = gauge("vm_stalled_seconds", "For how long frames have waited of which the guest takes none; 0 while it takes them.", "vm")
 
 	linkFrames = counter("link_frames_total", "Frames that passed the VM's link; a super-frame is one."+perLife, "vm", "direction")
 	linkBytes  = counter("link_bytes_total", "Bytes of frames that passed the VM's link."+perLife, "vm", "direction")
@@ -143,7 +144,7 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 		out.vm(vm)
 		if a := c.d.vm(vm.Name); a != nil {
 			if l := a.current(); l != nil {
-				out.link(vm, l.Stats())
+				out.link(vm, l)
 			}
 			c.guest(out, a, vm)
 		}
@@ -252,7 +253,9 @@ func (s scrape) vm(vm api.VM) {
 }
 
 // link shows what the VM's stack knows beside that.
-func (s scrape) link(vm api.VM, n netstack.Stats) {
+func (s scrape) link(vm api.VM, l *link) {
+	n := l.Stats()
+	s.put(vmStalled, l.Stalled().Seconds(), vm.Name)
 	s.put(stackRetransmits, float64(n.Retransmits), vm.Name)
 	s.put(stackChecksums, float64(n.ChecksumErrors), vm.Name)
 	s.put(stackReceive, float64(n.ReceiveDrops), vm.Name)
