@@ -74,9 +74,9 @@ type Forwarder struct {
 
 	mu      sync.Mutex
 	table   *listener.Table
-	owners  map[listener.Owner]map[listener.Spec]*row
-	failing map[*row]struct{} // rows with a RetryAt
-	blocked map[*row]struct{} // those of them whose port is in use
+	owners  map[listener.Owner]listener.Set[*row]
+	failing map[*row]time.Time // rows that are tried again, and when
+	blocked map[*row]struct{}  // those of them whose port is in use
 	share   share
 	retired map[TotalsKey]*Totals // of rows that have left
 	vms     map[string]*VM
@@ -97,8 +97,8 @@ func New(o Options) (*Forwarder, error) {
 	o.setDefaults()
 	f := &Forwarder{
 		opts: o, log: o.Log, flows: flowTable{limits: o.Limits}, datagram: make([]byte, maxDatagram),
-		table: listener.NewTable(o.Policy), owners: make(map[listener.Owner]map[listener.Spec]*row),
-		failing: make(map[*row]struct{}), blocked: make(map[*row]struct{}), retired: make(map[TotalsKey]*Totals),
+		table: listener.NewTable(o.Policy), owners: make(map[listener.Owner]listener.Set[*row]),
+		failing: make(map[*row]time.Time), blocked: make(map[*row]struct{}), retired: make(map[TotalsKey]*Totals),
 		share: newShare(o.Limits.Descriptors),
 		vms:   make(map[string]*VM), nodes: make(map[string]netip.Addr), gateways: make(map[string]netip.Addr), changed: make(chan struct{}),
 	}
@@ -185,26 +185,12 @@ func (f *Forwarder) Publish(_ context.Context, o listener.Owner, specs []listene
 	if f.closed {
 		return refusedOutcomes(specs)
 	}
-	wanted := make(map[listener.Spec]*row, len(specs))
-	old := f.owners[o]
-	for _, s := range specs {
-		if wanted[s] != nil {
-			continue
-		}
-		if wanted[s] = old[s]; wanted[s] == nil {
-			f.asked++
-			wanted[s] = &row{owner: o, spec: s, allow: s.Allow.List(), seq: f.asked, closing: true}
-		}
-	}
-	var gone []*row
-	for s, r := range old {
-		if wanted[s] == nil {
-			gone = append(gone, r)
-		}
-	}
-	fresh := len(wanted) - (len(old) - len(gone))
-	if len(gone) == 0 && fresh == 0 {
-		return outcomes(specs, wanted)
+	wanted, fresh, gone := f.owners[o].State(specs, func(s listener.Spec) *row {
+		f.asked++
+		return &row{owner: o, spec: s, allow: s.Allow.List(), seq: f.asked, closing: true}
+	})
+	if len(gone) == 0 && len(fresh) == 0 {
+		return f.outcomes(specs, wanted)
 	}
 	f.closeRows(gone)
 	f.retire(gone)
@@ -217,18 +203,12 @@ func (f *Forwarder) Publish(_ context.Context, o listener.Owner, specs []listene
 	} else {
 		f.owners[o] = wanted
 	}
-	var open []*row
-	for s, r := range wanted {
-		if old[s] == nil {
-			open = append(open, r)
-		}
-	}
-	f.openRows(open, promoted)
+	f.openRows(fresh, promoted)
 	if len(gone) > 0 {
 		f.retryBlocked()
 	}
 	f.notify()
-	return outcomes(specs, wanted)
+	return f.outcomes(specs, wanted)
 }
 
 // Withdraw implements reconcile.Publisher.
@@ -245,11 +225,12 @@ func (f *Forwarder) Owners() []listener.Owner {
 	return owners
 }
 
-func outcomes(specs []listener.Spec, rows map[listener.Spec]*row) []listener.Outcome {
+// outcomes returns those of rows for specs, all of which they have. mu is held.
+func (f *Forwarder) outcomes(specs []listener.Spec, rows listener.Set[*row]) []listener.Outcome {
 	out := make([]listener.Outcome, len(specs))
-	for i, s := range specs {
-		out[i] = rows[s].outcome
-		out[i].Bound = slices.Clone(out[i].Bound)
+	for i := range specs {
+		r, _ := rows.Find(&specs[i])
+		out[i] = f.outcome(r)
 	}
 	return out
 }
@@ -283,7 +264,7 @@ func (f *Forwarder) Rows() []Row {
 	rows := slices.SortedFunc(f.rows(), bySeq)
 	views := make([]Row, len(rows))
 	for i, r := range rows {
-		views[i] = r.view(f.opts.Policy, f.nodes[r.spec.Target.VM])
+		views[i] = r.view(f.outcome(r), f.opts.Policy, f.nodes[r.spec.Target.VM])
 	}
 	return views
 }

@@ -48,22 +48,25 @@ func (f *Forwarder) rows() func(yield func(*row) bool) {
 // openRows opens new rows, and those that other rows' leaving promoted, in the
 // order of asking. mu is held.
 func (f *Forwarder) openRows(fresh []*row, promoted []listener.Claim) {
-	for _, c := range promoted {
-		if r := f.owners[c.Owner][c.Spec]; r != nil && !slices.Contains(fresh, r) {
-			fresh = append(fresh, r)
-		}
-	}
+	fresh = append(fresh, f.rowsOf(promoted)...)
 	slices.SortFunc(fresh, bySeq)
+	fresh = slices.Compact(fresh)
 	for len(fresh) > 0 {
 		r := fresh[0]
 		fresh = fresh[1:]
-		for _, c := range f.try(r) {
-			if r := f.owners[c.Owner][c.Spec]; r != nil {
-				fresh = append(fresh, r)
-			}
-		}
+		fresh = append(fresh, f.rowsOf(f.try(r))...)
 	}
 	f.schedule()
+}
+
+// rowsOf returns the rows that have these claims. mu is held.
+func (f *Forwarder) rowsOf(claims []listener.Claim) (rows []*row) {
+	for _, c := range claims {
+		if r, ok := f.owners[c.Owner].Find(&c.Spec); ok {
+			rows = append(rows, r)
+		}
+	}
+	return rows
 }
 
 // tryRows tries the meant rows, in the order of asking. mu is held.
@@ -101,7 +104,7 @@ func (f *Forwarder) closeRows(rows []*row) {
 	}
 	gone := make(map[*row]bool)
 	for _, r := range rows {
-		if r.spec.Proto == listener.UDP {
+		if r.spec.Proto == listener.UDP && r.active() > 0 {
 			gone[r] = true
 		}
 	}
@@ -142,11 +145,11 @@ func (f *Forwarder) try(r *row) (promoted []listener.Claim) {
 		r.opened.Retry()
 	}
 	promoted, err := f.claimPicked(r)
-	if len(r.opened.Outcome().Bound) == 0 {
+	o := r.opened.Outcome()
+	if len(o.Bound) == 0 {
 		sockets = 0
 	}
 	f.share.set(r, sockets)
-	o := r.opened.Outcome()
 	if err != nil {
 		o.State, o.Detail, o.Err = listener.Failed, err.Error(), err
 	}
@@ -167,7 +170,7 @@ func (f *Forwarder) claimPicked(r *row) (promoted []listener.Claim, err error) {
 		return nil, nil
 	}
 	for range pickTries {
-		bound := r.opened.Outcome().Bound
+		bound := r.opened.Bound()
 		if len(bound) == 0 {
 			return promoted, nil
 		}
@@ -224,8 +227,7 @@ func (f *Forwarder) never(s listener.Spec) error {
 func (f *Forwarder) settle(r *row, o listener.Outcome, now time.Time) {
 	f.forget(r)
 	if o.State == listener.Failed && !errors.Is(o.Err, listener.ErrConflict) {
-		o.RetryAt = now.Add(f.opts.Timeouts.BindRetry)
-		f.failing[r] = struct{}{}
+		f.failing[r] = now.Add(f.opts.Timeouts.BindRetry)
 		if errors.Is(o.Err, listener.ErrInUse) {
 			f.blocked[r] = struct{}{}
 		}
@@ -239,6 +241,18 @@ func (f *Forwarder) settle(r *row, o listener.Outcome, now time.Time) {
 	}
 	f.log.Log(context.Background(), level, "publish "+o.State.String(),
 		"owner", r.owner.String(), "vm", r.spec.Target.VM, "publish", r.spec.String(), "bound", o.Bound, "detail", o.Detail)
+}
+
+// outcome returns r's outcome; it is the caller's. mu is held.
+func (f *Forwarder) outcome(r *row) listener.Outcome {
+	o := listener.Outcome{
+		Spec: r.spec, State: r.outcome.State, Detail: r.outcome.Detail, Err: r.outcome.Err,
+		RetryAt: f.failing[r], Since: r.outcome.Since,
+	}
+	if r.opened != nil {
+		o.Bound = r.opened.Bound()
+	}
+	return o
 }
 
 // forget has r not tried again. mu is held.
@@ -259,8 +273,8 @@ func (f *Forwarder) schedule() {
 		return
 	}
 	var next time.Time
-	for r := range f.failing {
-		if at := r.outcome.RetryAt; next.IsZero() || at.Before(next) {
+	for _, at := range f.failing {
+		if next.IsZero() || at.Before(next) {
 			next = at
 		}
 	}
@@ -277,8 +291,8 @@ func (f *Forwarder) retryDue() {
 	f.retry = nil
 	now := time.Now()
 	var due []*row
-	for r := range f.failing {
-		if !r.outcome.RetryAt.After(now) {
+	for r, at := range f.failing {
+		if !at.After(now) {
 			due = append(due, r)
 		}
 	}

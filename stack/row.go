@@ -36,7 +36,7 @@ type row struct {
 
 	// Under Forwarder.mu.
 	opened  *listener.Opened // nil before the first try
-	outcome listener.Outcome
+	outcome outcome
 	sockets int // counted in the share of its VM's guest
 
 	vm atomic.Pointer[VM] // where its flows go; nil while closed
@@ -50,6 +50,18 @@ type row struct {
 	toGuest uint64 // of flows that have ended
 	toHost  uint64
 }
+
+// An outcome is what a listener.Outcome says that is not known otherwise: from
+// the row's spec, its sockets, and when it is tried again.
+type outcome struct {
+	State  listener.State
+	Detail string
+	Err    error
+	Since  time.Time
+}
+
+// Stated implements listener.Stated.
+func (r *row) Stated() *listener.Spec { return &r.spec }
 
 // admit takes a flow in, unless the row is closing.
 func (r *row) admit(f *flow) bool {
@@ -115,6 +127,13 @@ func (r *row) live() []*flow {
 	return slices.Collect(maps.Keys(r.flows))
 }
 
+// active returns how many flows there are.
+func (r *row) active() int {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return len(r.flows)
+}
+
 // kill aborts the flows there are.
 func (r *row) kill() {
 	for _, f := range r.live() {
@@ -124,9 +143,8 @@ func (r *row) kill() {
 
 // view describes the row. node is the VM's, the zero address when it has not
 // been there yet.
-func (r *row) view(policy listener.Policy, node netip.Addr) Row {
-	v := Row{Owner: r.owner, Outcome: r.outcome, Host: r.spec.HostString(policy), Guest: r.spec.GuestString(node)}
-	v.Outcome.Bound = slices.Clone(r.outcome.Bound)
+func (r *row) view(o listener.Outcome, policy listener.Policy, node netip.Addr) Row {
+	v := Row{Owner: r.owner, Outcome: o, Host: r.spec.HostString(policy), Guest: r.spec.GuestString(node)}
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	v.Flows = FlowCount{Active: len(r.flows), Total: r.total, Refused: maps.Clone(r.refused)}
@@ -150,11 +168,11 @@ func (r *row) views() []FlowView {
 
 // settle takes a new outcome and reports whether it is a change of state.
 func (r *row) settle(o listener.Outcome, now time.Time) bool {
-	o.Since = r.outcome.Since
+	since := r.outcome.Since
 	changed := r.outcome.State != o.State || r.outcome.Detail != o.Detail
 	if r.outcome.State != o.State {
-		o.Since = now
+		since = now
 	}
-	r.outcome = o
+	r.outcome = outcome{State: o.State, Detail: o.Detail, Err: o.Err, Since: since}
 	return changed
 }

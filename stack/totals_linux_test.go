@@ -226,10 +226,10 @@ func fillRows(f *Forwarder, n int) {
 	defer f.mu.Unlock()
 	for i := range n {
 		o := owner(fmt.Sprint(i))
-		r := &row{owner: o, spec: listener.Spec{Proto: listener.TCP, Target: listener.Target{VM: "default"}}, outcome: listener.Outcome{State: listener.Forwarded}}
+		r := &row{owner: o, spec: listener.Spec{Proto: listener.TCP, Target: listener.Target{VM: "default"}}, outcome: outcome{State: listener.Forwarded}}
 		r.refuse(refusedByGuest)
 		r.admit(&flow{row: r, proto: listener.TCP, client: netip.AddrPortFrom(node, uint16(i))})
-		f.owners[o] = map[listener.Spec]*row{r.spec: r}
+		f.owners[o] = listener.Set[*row]{r}
 	}
 }
 

@@ -118,17 +118,18 @@ func (g *Group) Close() error { return g.close() }
 // safe for concurrent use.
 type Socket struct {
 	group *Group
-	proto Proto
-	index uint16
 	addr  netip.AddrPort
 	token any
 
 	mu     sync.RWMutex // held for reading during system calls on fd
 	fd     int
 	closed bool
+
+	proto Proto // never change; here they fill the words that closed begins
+	index uint16
 }
 
-// Addr is where the socket is bound, as getsockname(2) tells.
+// Addr is where the socket is bound, with the port that the kernel chose.
 func (s *Socket) Addr() netip.AddrPort { return s.addr }
 
 // Proto is TCP or UDP.

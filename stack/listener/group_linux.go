@@ -268,12 +268,15 @@ func (g *Group) bind(proto Proto, ap netip.AddrPort, token any, index uint16) (*
 	if err != nil {
 		return nil, opError(proto, ap, call, err)
 	}
-	sa, err := unix.Getsockname(fd)
-	if err != nil {
-		unix.Close(fd)
-		return nil, opError(proto, ap, "getsockname", err)
+	if ap.Port() == 0 {
+		sa, err := unix.Getsockname(fd)
+		if err != nil {
+			unix.Close(fd)
+			return nil, opError(proto, ap, "getsockname", err)
+		}
+		ap = addrPort(sa)
 	}
-	return &Socket{group: g, proto: proto, index: index, addr: addrPort(sa), token: token, fd: fd}, nil
+	return &Socket{group: g, proto: proto, index: index, addr: ap, token: token, fd: fd}, nil
 }
 
 func (s *Socket) close() error {

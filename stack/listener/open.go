@@ -41,7 +41,11 @@ type Opened struct {
 	open    []*Socket
 	missing []missing
 	picked  uint16 // of host port 0: the number there was last
-	outcome Outcome
+
+	// The outcome, less what can be told from the above.
+	state  State
+	detail string
+	err    error
 }
 
 // A missing place is one without a socket.
@@ -69,14 +73,31 @@ func Open(g *Group, s Spec, p Policy, token any) *Opened {
 		return o
 	}
 	o.missAll()
-	o.Retry()
+	o.retry()
 	return o
 }
 
 // Outcome is what became of the Spec at the last try. RetryAt and Since are the
 // caller's to set. A Forwarded one has a Detail when the host lacks a family
 // (FB-059).
-func (o *Opened) Outcome() Outcome { return o.outcome }
+func (o *Opened) Outcome() Outcome {
+	return Outcome{Spec: o.spec, State: o.state, Detail: o.detail, Err: o.err, Bound: o.Bound()}
+}
+
+// Bound is where sockets are open, as in an Outcome. The slice is the caller's.
+func (o *Opened) Bound() []netip.AddrPort {
+	if len(o.open) == 0 {
+		return nil
+	}
+	bound := make([]netip.AddrPort, 0, len(o.addrs))
+	for _, s := range o.open {
+		if s.index == 0 {
+			bound = append(bound, s.addr)
+		}
+	}
+	slices.SortFunc(bound, netip.AddrPort.Compare) // IPv4 first
+	return bound
+}
 
 // Sockets returns the open sockets. The slice is the caller's.
 func (o *Opened) Sockets() []*Socket { return slices.Clone(o.open) }
@@ -85,16 +106,20 @@ func (o *Opened) Sockets() []*Socket { return slices.Clone(o.open) }
 // failure, and after Close. A publish with host port 0 gets the number it had
 // before if that is free (C-27). It returns the new Outcome.
 func (o *Opened) Retry() Outcome {
-	if len(o.missing) == 0 {
-		return o.outcome
+	if len(o.missing) > 0 {
+		o.retry()
 	}
+	return o.Outcome()
+}
+
+// retry tries to bind the missing places; there are some.
+func (o *Opened) retry() {
 	if o.spec.Host.Port() == 0 {
 		o.pick()
 	} else {
 		o.bindMissing()
 	}
 	o.judge()
-	return o.outcome
 }
 
 // Close closes all sockets; their ports are free when it returns (C-4). Retry
@@ -104,10 +129,9 @@ func (o *Opened) Close() {
 		_ = s.Close() // close(2) of a socket reports nothing that could be acted upon
 	}
 	o.open = nil
-	if o.outcome.State != Skipped {
+	if o.state != Skipped {
 		o.missAll()
 	}
-	o.outcome.Bound = nil
 }
 
 // missAll makes every place missing, the first port's first.
@@ -122,6 +146,7 @@ func (o *Opened) missAll() {
 
 // bindMissing binds the missing places of a Spec with numbers.
 func (o *Opened) bindMissing() {
+	o.open = slices.Grow(o.open, len(o.missing))
 	still := o.missing[:0]
 	for _, m := range o.missing {
 		s, err := o.bind(m, o.spec.Host.Port()+m.index)
@@ -261,11 +286,5 @@ func addrList(addrs []netip.Addr) string {
 }
 
 func (o *Opened) settle(state State, detail string, err error) {
-	o.outcome = Outcome{Spec: o.spec, State: state, Detail: detail, Err: err}
-	for _, s := range o.open {
-		if s.index == 0 {
-			o.outcome.Bound = append(o.outcome.Bound, s.addr)
-		}
-	}
-	slices.SortFunc(o.outcome.Bound, netip.AddrPort.Compare) // IPv4 first
+	o.state, o.detail, o.err = state, detail, err
 }

@@ -51,7 +51,7 @@ type Claim struct {
 // and asks nobody. It is not safe for concurrent use.
 type Table struct {
 	policy Policy
-	owners map[Owner]map[Spec]*claim
+	owners map[Owner]Set[*claim]
 	held   map[place][]interval // sorted by first; never overlapping
 	asked  uint64               // claims so far, for the order of asking
 }
@@ -79,9 +79,12 @@ type claim struct {
 	waiting  map[*claim]struct{} // who waits for it
 }
 
+// Stated implements Stated.
+func (c *claim) Stated() *Spec { return &c.Spec }
+
 // NewTable returns a Table in which nothing is held.
 func NewTable(p Policy) *Table {
-	return &Table{policy: p, owners: make(map[Owner]map[Spec]*claim), held: make(map[place][]interval)}
+	return &Table{policy: p, owners: make(map[Owner]Set[*claim]), held: make(map[place][]interval)}
 }
 
 // Reserve keeps a port for the daemon itself for good, so that no publish gets
@@ -104,27 +107,7 @@ func (t *Table) Reserve(proto Proto, ap netip.AddrPort, what string) error {
 // owner that waited before and hold now, in the order of asking: their sockets
 // can be opened as soon as those of the claims that went are closed.
 func (t *Table) Claim(o Owner, specs []Spec) (promoted []Claim) {
-	old := t.owners[o]
-	now := make(map[Spec]*claim, len(specs))
-	var fresh []*claim
-	for _, s := range specs {
-		if now[s] != nil {
-			continue
-		}
-		if c := old[s]; c != nil {
-			now[s] = c
-			continue
-		}
-		c := &claim{Claim: Claim{o, s}}
-		now[s] = c
-		fresh = append(fresh, c)
-	}
-	var gone []*claim
-	for s, c := range old {
-		if now[s] == nil {
-			gone = append(gone, c)
-		}
-	}
+	now, fresh, gone := t.owners[o].State(specs, func(s Spec) *claim { return &claim{Claim: Claim{o, s}} })
 	if len(now) == 0 {
 		delete(t.owners, o)
 	} else {
@@ -162,7 +145,7 @@ func (t *Table) Claim(o Owner, specs []Spec) (promoted []Claim) {
 // *ConflictError when the number is another claim's, whose sockets are not open
 // at the moment: close yours and ask the kernel again.
 func (t *Table) Picked(o Owner, s Spec, port uint16) (promoted []Claim, err error) {
-	c := t.owners[o][s]
+	c, _ := t.owners[o].Find(&s)
 	if c == nil || s.Host.Port() != 0 || c.picked == port {
 		return nil, nil
 	}
@@ -181,7 +164,7 @@ func (t *Table) Picked(o Owner, s Spec, port uint16) (promoted []Claim, err erro
 // that names the holder it waits for otherwise. Asking for what was not claimed
 // is nil as well.
 func (t *Table) Conflict(o Owner, s Spec) error {
-	c := t.owners[o][s]
+	c, _ := t.owners[o].Find(&s)
 	if c == nil || c.blocker == nil {
 		return nil
 	}
