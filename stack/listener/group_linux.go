@@ -12,9 +12,9 @@ import (
 )
 
 const (
-	// acceptBatch is how many clients one socket may deliver before the others
-	// have their turn: enough to make the epoll_wait(2) between turns cheap, and
-	// no more than what one socket may hold up the rest with (64 × ~5 µs).
+	// acceptBatch is how many clients one socket may deliver at most before the
+	// others have their turn: enough to make the epoll_wait(2) between turns
+	// cheap, and no more than what one socket may hold up the rest with (64 × ~5 µs).
 	acceptBatch = 64
 	// acceptPause is how long a socket rests that can neither accept nor refuse.
 	// 20 tries a second are no load, and 50 ms are no wait for a client that has
@@ -91,12 +91,21 @@ func (g *Group) run() {
 	}
 	events := make([]unix.EpollEvent, 128)
 	var n int
+	// An accept4(2) that finds nobody costs four times an epoll_wait(2) that
+	// finds nothing, as it makes a file first. So the first turn after a rest
+	// takes one client of each socket, the usual number, and each turn without
+	// a rest between twice as many as the one before.
+	batch := 1
 	ready := func(fd uintptr) bool {
 		for {
 			n, err = unix.EpollWait(int(fd), events, 0)
-			if err != unix.EINTR {
-				return n != 0
+			if err == unix.EINTR {
+				continue
 			}
+			if n == 0 {
+				batch = 1
+			}
+			return n != 0
 		}
 	}
 	for {
@@ -109,14 +118,16 @@ func (g *Group) run() {
 			return // closed
 		}
 		for _, ev := range events[:max(n, 0)] {
-			g.dispatch(int(ev.Fd))
+			g.dispatch(int(ev.Fd), batch)
 		}
+		batch = min(2*batch, acceptBatch)
 	}
 }
 
-// dispatch serves the socket with descriptor fd. If the one that was ready is
-// closed and another has its number by now, that one is asked for nothing.
-func (g *Group) dispatch(fd int) {
+// dispatch serves the socket with descriptor fd, up to batch clients of it. If
+// the one that was ready is closed and another has its number by now, that one
+// is asked for nothing.
+func (g *Group) dispatch(fd, batch int) {
 	g.mu.Lock()
 	s := g.sockets[fd]
 	g.mu.Unlock()
@@ -125,13 +136,13 @@ func (g *Group) dispatch(fd int) {
 	case s.proto == UDP:
 		g.handler.Readable(s)
 	default:
-		g.acceptFrom(s)
+		g.acceptFrom(s, batch)
 	}
 }
 
-// acceptFrom takes the clients that wait at s, within bounds.
-func (g *Group) acceptFrom(s *Socket) {
-	for range acceptBatch {
+// acceptFrom takes the clients that wait at s, up to batch of them.
+func (g *Group) acceptFrom(s *Socket, batch int) {
+	for range batch {
 		fd, remote, err := s.accept()
 		switch {
 		case err == nil:
