@@ -58,6 +58,7 @@ type Daemon struct {
 	vms       *reconcile.VMs
 	server    *api.Server
 	tracer    *trace.Tracer
+	departed  departures
 	ending    context.Context // done when the daemon ends
 
 	mu        sync.Mutex

@@ -1,6 +1,7 @@
 package daemon
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"maps"
@@ -322,8 +323,15 @@ func (d *Daemon) nothing(of string, checkups map[string]*checkup) []api.Step {
 		}
 	}
 	w.skip(atSocket, "culvert has none there")
-	w.broken(atListener, detail, fmt.Sprintf("`culvert publish %d:GUESTPORT`, or start the container or Service that publishes it; `culvert ls` lists all that is asked for%s",
-		p.port, engines(checkups)))
+	start := "start the container or Service that publishes it"
+	if left, ok := d.departed.who(p); ok {
+		was := subject{Listener: api.Listener{Owner: ownerOf(left.owner), Name: left.name}}
+		detail += fmt.Sprintf("; %s did in VM %s, until %s ago", who(was), left.owner.VM, forHowLong(left.at))
+		if left.owner.Kind == listener.KindDocker {
+			start = "docker start " + cmp.Or(left.name, was.Owner.ID[:min(12, len(was.Owner.ID))])
+		}
+	}
+	w.broken(atListener, detail, fmt.Sprintf("%s, or `culvert publish %d:GUESTPORT`; `culvert ls` lists all that is asked for%s", start, p.port, engines(checkups)))
 	return w.steps
 }
 

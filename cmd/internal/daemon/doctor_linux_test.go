@@ -3,11 +3,15 @@ package daemon
 import (
 	"fmt"
 	"net/netip"
+	"slices"
 	"strings"
 	"testing"
 	"time"
 
 	"github.com/culvertnet/culvert/cmd/internal/api"
+	"github.com/culvertnet/culvert/guest/guesttest"
+	"github.com/culvertnet/culvert/reconcile"
+	"github.com/culvertnet/culvert/stack/listener"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 )
@@ -153,6 +157,103 @@ func TestDoctorFollowed(t *testing.T) {
 	assert.Equal(t, "cluster: its ports are not wanted since `culvert kubernetes stop`", broken[1])
 	_, broken = b.doctor(t, "", hostPortOf(t, b.rows(t)[0]))
 	assert.Empty(t, broken, "neither has to do with a port of the config's")
+}
+
+// TestDoctorPendingService: a Service that waits for its cluster's load balancer is
+// named, with its cluster and in its own row.
+func TestDoctorPendingService(t *testing.T) {
+	cluster, kubeconfig := newCluster(t)
+	cluster.items = `{"metadata":{"namespace":"shop","name":"web","uid":"u1","resourceVersion":"3"},
+		"spec":{"type":"LoadBalancer","clusterIP":"10.43.0.9","clusterIPs":["10.43.0.9"],"ipFamilies":["IPv4"],
+		"ports":[{"name":"http","port":18080,"targetPort":80,"nodePort":30080,"protocol":"TCP"}]},"status":{"loadBalancer":{}}}`
+	b := start(t, fmt.Sprintf("vms: [{name: a, attach: memory, kubernetes: {kubeconfig: %s, via: host}}]", kubeconfig))
+	b.attach(t, "a")
+	const waits = "Service shop/web:18080/TCP is pending: waiting for the cluster's load balancer: no ingress address yet"
+	for _, of := range []string{"", "shop/web", "18080"} {
+		require.Eventually(t, func() bool { _, broken := b.doctor(t, "", of); return len(broken) > 0 }, patience, 50*time.Millisecond, of)
+		_, broken := b.doctor(t, "", of)
+		assert.Equal(t, []string{"service: " + waits}, broken, of)
+	}
+	steps, err := b.client.Doctor(t.Context(), "", "")
+	require.NoError(t, err)
+	i := slices.IndexFunc(steps, func(s api.Step) bool { return s.Step == atCluster })
+	require.GreaterOrEqual(t, i, 0)
+	assert.Equal(t, stepOK, steps[i].State, "it answers")
+	assert.Contains(t, steps[i].Detail, "; pending: Service shop/web:18080/TCP")
+}
+
+// TestDoctorDeparted: who had a host port is known for a while, until another has it.
+func TestDoctorDeparted(t *testing.T) {
+	b, engine, _ := startFollowing(t)
+	b.attach(t, "a")
+	port := freePort(t)
+	c := guesttest.Published(1, port, 80)
+	c.Name = "web"
+	engine.Start(c)
+	of := fmt.Sprint(port)
+	require.Eventually(t, func() bool { states, _ := b.doctor(t, "", of); return states[1] == "listener: ok" }, patience, 50*time.Millisecond)
+	engine.Stop(c.ID)
+	var broken []string
+	require.Eventually(t, func() bool {
+		_, broken = b.doctor(t, "", of)
+		return len(broken) == 1 && strings.HasPrefix(broken[0], "listener: ")
+	},
+		patience, 50*time.Millisecond)
+	assert.Regexp(t, fmt.Sprintf(`^listener: nobody asks for host port %s; container web did in VM a, until [0-9.]+m?s ago$`, of), broken[0])
+	steps, err := b.client.Doctor(t.Context(), "", of)
+	require.NoError(t, err)
+	assert.Contains(t, steps[1].Advice, "docker start web, or `culvert publish")
+	_, broken = b.doctor(t, "", of+"/udp")
+	assert.Equal(t, []string{"listener: nobody asks for host port " + of + "/udp"}, broken, "it was TCP's")
+
+	_, err = b.client.Publish(t.Context(), api.PublishRequest{Publish: []string{of + ":80"}})
+	require.NoError(t, err)
+	_, broken = b.doctor(t, "", of)
+	assert.Empty(t, broken)
+}
+
+// TestDepartures are few, the last of a port counts, and what stays has not left.
+func TestDepartures(t *testing.T) {
+	want := func(id, spec string) reconcile.Want {
+		s, err := parsePublish(spec, "a")
+		require.NoError(t, err)
+		return reconcile.Want{
+			Owner: listener.Owner{Kind: listener.KindDocker, ID: id}, Specs: []listener.Spec{s},
+			Names: []reconcile.Name{{Name: id + ".shop"}, {Name: id}},
+		}
+	}
+	var d departures
+	who := func(text string) string {
+		p, ok := parseHostPort(text)
+		require.True(t, ok, text)
+		one, _ := d.who(p)
+		return one.name
+	}
+	web, db := want("web", "8080:80"), want("db", "127.0.0.2:6000-6009:6000-6009/udp")
+	d.compare(nil, []reconcile.Want{web, db})
+	d.compare([]reconcile.Want{web, db}, []reconcile.Want{db})
+	assert.Equal(t, "web", who("8080"))
+	assert.Equal(t, "web", who("[::1]:8080/tcp"))
+	assert.Empty(t, who("8080/udp"))
+	assert.Empty(t, who("6003"), "it is there")
+	d.compare([]reconcile.Want{db}, []reconcile.Want{want("db", "127.0.0.2:6000:6000/udp")})
+	assert.Equal(t, "db", who("6003"), "it publishes another port now")
+	assert.Empty(t, who("127.0.0.1:6003"))
+	assert.Empty(t, who("6010"))
+	assert.Empty(t, who("5999"))
+	d.compare([]reconcile.Want{want("other", "8080:80")}, nil)
+	assert.Equal(t, "other", who("8080"), "the last one")
+
+	d.last[2].at = d.last[2].at.Add(-departedFor)
+	assert.Equal(t, "web", who("8080"), "that was long ago")
+	var many []reconcile.Want
+	for i := range maxDeparted {
+		many = append(many, want(fmt.Sprint("c", i), fmt.Sprintf("%d:80", 10_000+i)))
+	}
+	d.compare(many, nil)
+	assert.Len(t, d.last, maxDeparted)
+	assert.Empty(t, who("8080"))
+	assert.Equal(t, "c7", who("10007"))
 }
 
 func TestParseHostPort(t *testing.T) {

@@ -240,7 +240,7 @@ func walkService(w *walk, r subject, c *checkup) {
 	case c.link == nil:
 		w.skip(atService, "the VM is %s", c.state)
 	case r.State == listener.Pending.String():
-		w.broken(atService, sentence("pending", r.Detail), "see what the cluster's load balancer does: kubectl describe service, kubectl get pods -A")
+		w.broken(atService, sentence(who(r)+" is pending", r.Detail), "see what the cluster's load balancer does: kubectl describe service, kubectl get pods -A")
 	case !c.services.Reachable:
 		w.skip(atService, "the API server has not answered")
 	default:

@@ -14,6 +14,7 @@ import (
 	"github.com/culvertnet/culvert/datapath/attach"
 	"github.com/culvertnet/culvert/guest/docker"
 	"github.com/culvertnet/culvert/reconcile"
+	"github.com/culvertnet/culvert/stack/listener"
 )
 
 // A checkup is what was found of one VM.
@@ -220,8 +221,28 @@ func (d *Daemon) readCluster(c *checkup, w *walk, a *attacher, why string) {
 		w.broken(atCluster, sentence("the API server does not answer", s.Detail),
 			"see in the guest whether it runs, and whether the kubeconfig is still its; ports of Services stay as they are until it answers")
 	default:
-		w.ok(atCluster, "%s last answered %s ago", s.Endpoint, forHowLong(s.LastGood))
+		w.ok(atCluster, "%s last answered %s ago%s", s.Endpoint, forHowLong(s.LastGood), d.waiting(c.vm))
 	}
+}
+
+// waiting names the ports of a VM's Services that wait for their cluster.
+func (d *Daemon) waiting(vm string) string {
+	var names []string
+	for _, n := range d.loop.Notes() {
+		if n.Owner.VM == vm && n.Owner.Kind == listener.KindKubernetes && n.State == listener.Pending {
+			names = append(names, n.Owner.ID)
+		}
+	}
+	slices.Sort(names)
+	const most = 3
+	more := ""
+	if len(names) > most {
+		names, more = names[:most], fmt.Sprintf(" and %d more", len(names)-most)
+	}
+	if names == nil {
+		return ""
+	}
+	return "; pending: Service " + strings.Join(names, ", ") + more
 }
 
 // sentence joins a word and what is known more of it.

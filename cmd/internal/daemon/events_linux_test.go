@@ -19,10 +19,12 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// A fakeCluster is an API server without Services, while it is up.
+// A fakeCluster is an API server, while it is up, without Services but those that
+// items lists as JSON.
 type fakeCluster struct {
 	*httptest.Server
-	down atomic.Bool
+	down  atomic.Bool
+	items string // set before anybody asks
 }
 
 // newCluster starts a cluster and returns its kubeconfig too.
@@ -39,7 +41,7 @@ func newCluster(t *testing.T) (c *fakeCluster, kubeconfig string) {
 			<-r.Context().Done()
 		default:
 			w.Header().Set("Content-Type", "application/json")
-			fmt.Fprint(w, `{"kind":"ServiceList","apiVersion":"v1","metadata":{"resourceVersion":"7"},"items":[]}`)
+			fmt.Fprintf(w, `{"kind":"ServiceList","apiVersion":"v1","metadata":{"resourceVersion":"7"},"items":[%s]}`, c.items)
 		}
 	}))
 	t.Cleanup(c.Close)

@@ -22,6 +22,7 @@ type guest struct {
 	vm        VMLink
 	policy    listener.Policy
 	addresses *reconcile.Addresses // nil unless names.address is loopback
+	departed  *departures
 	log       *slog.Logger
 
 	config     atomic.Pointer[VMGuest]
@@ -52,7 +53,7 @@ func (g *guest) sources(generation uint64, l reconcile.Link) []reconcile.Source 
 			},
 		})
 		g.containers.Store(s)
-		sources = append(sources, closingSource{s, e.close})
+		sources = append(sources, &watchedSource{Source: closingSource{s, e.close}, departed: g.departed})
 	}
 	if c := config.Kubernetes; c != (KubernetesConfig{}) {
 		k := &cluster{options: kube.Options{Kubeconfig: c.Kubeconfig, Log: g.log.With("vm", g.vm.Name)}}
@@ -64,7 +65,7 @@ func (g *guest) sources(generation uint64, l reconcile.Link) []reconcile.Source 
 			Gateway: g.vm.Gateway.Addr(), Reach: c.Reach, Policy: g.policy, Log: g.log,
 		})
 		g.services.Store(s)
-		sources = append(sources, s)
+		sources = append(sources, &watchedSource{Source: s, departed: g.departed})
 	}
 	return sources
 }

@@ -35,7 +35,7 @@ func (d *Daemon) newAttacher(vm VMConfig) (*attacher, error) {
 	if err != nil {
 		return nil, fmt.Errorf("VM %s: %w", vm.Name, err)
 	}
-	g := &guest{vm: vm.VMLink, policy: d.policy, addresses: d.addresses, log: d.log}
+	g := &guest{vm: vm.VMLink, policy: d.policy, addresses: d.addresses, departed: &d.departed, log: d.log}
 	g.config.Store(&vm.VMGuest)
 	return &attacher{
 		vm: vm.VMLink, guest: g, listener: l, forwarder: d.forwarder, budget: d.budget, tracer: d.tracer, log: d.log.With("vm", vm.Name),
