@@ -91,7 +91,7 @@ func (g *Group) run() {
 	}
 	events := make([]unix.EpollEvent, 128)
 	var n int
-	// An accept4(2) that finds nobody costs four times an epoll_wait(2) that
+	// An accept4(2) that finds nobody costs three times an epoll_wait(2) that
 	// finds nothing, as it makes a file first. So the first turn after a rest
 	// takes one client of each socket, the usual number, and each turn without
 	// a rest between twice as many as the one before.
