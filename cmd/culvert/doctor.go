@@ -5,6 +5,7 @@ import (
 	"io"
 	"os"
 	"strings"
+	"unicode/utf8"
 
 	"github.com/culvertnet/culvert/cmd/internal/api"
 	"github.com/spf13/cobra"
@@ -89,8 +90,20 @@ func stepPlace(s api.Step) string {
 }
 
 // writeSteps writes steps as a table, and below a broken one what to do. Nothing is
-// cut off at a terminal's edge: it is to be read.
+// cut off at a terminal's edge, as it is to be read: it goes on below.
 func writeSteps(w io.Writer, steps []api.Step) error {
+	width, terminal := terminalWidth(w)
+	_, err := io.WriteString(w, stepsText(steps, width, terminal && os.Getenv("NO_COLOR") == ""))
+	return err
+}
+
+// leastDetail is how many columns a detail has at least, however narrow the
+// terminal: the terminal breaks such lines, but words stay whole.
+const leastDetail = 24
+
+// stepsText returns the lines of writeSteps, for a terminal of width columns; 0 is
+// for no limit.
+func stepsText(steps []api.Step, width int, colour bool) string {
 	t := &table{head: []string{"WHERE", "STEP", "STATE", "DETAIL"}, state: 2}
 	before := ""
 	for _, s := range steps {
@@ -100,18 +113,58 @@ func writeSteps(w io.Writer, steps []api.Step) error {
 		} else {
 			before = place
 		}
-		t.rows = append(t.rows, []string{place, s.Step, s.State, s.Detail})
+		t.rows = append(t.rows, []string{place, s.Step, s.State, ""})
 	}
-	_, terminal := terminalWidth(w)
-	text := strings.SplitAfter(t.text(0, terminal && os.Getenv("NO_COLOR") == ""), "\n")
+	t.text(0, false) // for the widths, and so for how much of a detail fits
 	indent := strings.Repeat(" ", t.widths[0]+len(gap)+t.widths[1]+len(gap)+t.widths[2]+len(gap))
-	var out strings.Builder
-	for n, line := range text {
-		out.WriteString(line)
-		if n > 0 && n <= len(steps) && steps[n-1].State == "broken" && steps[n-1].Advice != "" {
-			out.WriteString(indent + "→ " + printable(steps[n-1].Advice) + "\n")
+	room := 0
+	if width > 0 {
+		room = max(width-len(indent), leastDetail)
+	}
+	below := make([]string, len(steps))
+	for i, s := range steps {
+		detail := wrap(printable(s.Detail), room)
+		t.rows[i][3] = detail[0]
+		for _, line := range detail[1:] {
+			below[i] += indent + line + "\n"
+		}
+		if s.State != "broken" || s.Advice == "" {
+			continue
+		}
+		mark := "→ "
+		for _, line := range wrap(printable(s.Advice), max(room-2, 0)) {
+			below[i] += indent + mark + line + "\n"
+			mark = "  "
 		}
 	}
-	_, err := io.WriteString(w, out.String())
-	return err
+	var out strings.Builder
+	for n, line := range strings.SplitAfter(t.text(0, colour), "\n") {
+		out.WriteString(line)
+		if n > 0 && n <= len(steps) {
+			out.WriteString(below[n-1])
+		}
+	}
+	return out.String()
+}
+
+// wrap breaks s between words into lines of width columns at most, at least one
+// line; a longer word has a line of its own. Width 0 is for no limit.
+func wrap(s string, width int) []string {
+	if width <= 0 || utf8.RuneCountInString(s) <= width {
+		return []string{s}
+	}
+	var lines []string
+	line := ""
+	for _, word := range strings.Fields(s) {
+		switch {
+		case line == "":
+			line = word
+		case utf8.RuneCountInString(line)+1+utf8.RuneCountInString(word) <= width:
+			line += " " + word
+		default:
+			lines = append(lines, line)
+			line = word
+		}
+	}
+	return append(lines, line)
 }
