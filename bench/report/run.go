@@ -40,6 +40,9 @@ type result struct{ family, subject, params, unit string }
 // Where there is none all params together do, and nothing is a param.
 var subjectKeys = []string{"path=", "trace="}
 
+// unloaded is a param that says what is so anyway: earlier runs had no others.
+const unloaded = "load=idle"
+
 // readRun reads the rounds of one folder, and its notes.
 func readRun(dir string) (*run, error) {
 	files, err := filepath.Glob(filepath.Join(dir, "*.txt"))
@@ -129,7 +132,7 @@ func (r *run) readBenchmark(fields []string) error {
 func parseName(name string) result {
 	parts := strings.Split(strings.TrimPrefix(withoutProcs(name), "Benchmark"), "/")
 	res := result{family: parts[0]}
-	params := parts[1:]
+	params := slices.DeleteFunc(parts[1:], func(p string) bool { return p == unloaded })
 	for _, key := range subjectKeys {
 		if i := slices.IndexFunc(params, func(p string) bool { return strings.HasPrefix(p, key) }); i >= 0 {
 			if res.subject != "" {

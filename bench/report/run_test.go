@@ -15,6 +15,7 @@ func TestParseName(t *testing.T) {
 		"BenchmarkTCPStream/path=loopback/dir=a/flows=16-16":    {family: "TCPStream", subject: "path=loopback", params: "dir=a flows=16"},
 		"BenchmarkUDP/size=64/path=socat-2":                     {family: "UDP", subject: "path=socat", params: "size=64"},
 		"BenchmarkTrace/path=memory/size=60/trace=never-read-2": {family: "Trace", subject: "trace=never-read", params: "path=memory size=60"},
+		"BenchmarkPingPong/path=socat/load=idle-2":              {family: "PingPong", subject: "path=socat"},
 		"BenchmarkHeader-8":                                     {family: "Header"},
 		"BenchmarkPublish/ports=9/owners=1-2":                   {family: "Publish", subject: "ports=9 owners=1"},
 	} {

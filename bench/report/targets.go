@@ -51,10 +51,8 @@ var targets = slices.Concat(
 		against("pasta-tap", "UDP of 64 bytes at full speed, delivered", tap("UDP", "size=64 rate=full", "kpkt/s"), atLeast, 1.5),
 		against("pasta-tap", "UDP of 64 bytes at 20 000/s, lost", tap("UDP", "size=64 rate=20000", "loss-%"), atMost, 1),
 		within("Memory of an idle TCP flow, of 50 000", tap("IdleFlow", "flows=50000", "KiB/flow"), 12, "KiB"),
-		within("10 000 single ports of one owner, published", published(1, "ms"), 1000, "ms"),
-		within("10 000 single ports of one owner, memory", published(1, "MB"), 60, "MB"),
-		within("10 000 single ports of as many owners, published", published(10_000, "ms"), 1000, "ms"),
-		within("10 000 single ports of as many owners, memory", published(10_000, "MB"), 60, "MB"),
+		within("10 000 single ports published, time", tap("Publish", "ports=10000", "publish-ms"), 1000, "ms"),
+		within("10 000 single ports published, memory", tap("Publish", "ports=10000", "MB"), 60, "MB"),
 	},
 	traced("off", "Tracing off", 0.99),              // 1 % less
 	traced("never-read", "A trace never read", 0.9), // 10 % less
@@ -113,8 +111,3 @@ func stream(dir string, flows int, unit string) result {
 
 // arrow is a direction for a reader.
 func arrow(dir string) string { return strings.Replace(dir, "-to-", "→", 1) }
-
-// published is one of BenchmarkPublish's, which has no guest and no peers.
-func published(owners int, unit string) result {
-	return result{family: "Publish", subject: fmt.Sprintf("ports=10000 protocols=1 owners=%d", owners), unit: unit}
-}
