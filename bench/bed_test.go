@@ -33,13 +33,16 @@ const (
 // A bed is one way from a client to a server.
 type bed struct {
 	host, guest *datapathtest.NetNS // where client and server run
-	server      string              // the server's address, with guestPort
+	server      string              // the server's address
+	serverPort  int                 // and port, for both TCP and UDP
 	client      string              // where the client finds it
 	port        int                 // for both TCP and UDP
 	serve       func(testing.TB)    // starts a server for one run of iperf3; nil: one is there for all
+	publish     func(int) error     // publishes a port of TCP under its own number; nil: it cannot while it runs
 	relay       processes           // nil: the kernel's
 	forwarder   *stack.Forwarder    // culvert's
 	stack       *netstack.Stack     // culvert's
+	single      string              // why it is not for thousands of flows
 	peer        bool                // somebody else's
 	failed      bool                // a measurement of it has been left out
 }
@@ -48,7 +51,7 @@ type bed struct {
 func (b *bed) address() string { return net.JoinHostPort(b.client, strconv.Itoa(b.port)) }
 
 // inGuest returns where the bed's server listens.
-func (b *bed) inGuest() string { return net.JoinHostPort(b.server, strconv.Itoa(guestPort)) }
+func (b *bed) inGuest() string { return net.JoinHostPort(b.server, strconv.Itoa(b.serverPort)) }
 
 // A path is a way under measurement.
 type path struct {
@@ -100,7 +103,7 @@ func leaveOut(tb testing.TB, why string) {
 //	client ── lo ── server
 func openLoopback(tb testing.TB) *bed {
 	ns := datapathtest.NewNetNS(tb)
-	return &bed{host: ns, guest: ns, server: "127.0.0.1", client: "127.0.0.1", port: guestPort}
+	return &bed{host: ns, guest: ns, server: "127.0.0.1", serverPort: guestPort, client: "127.0.0.1", port: guestPort}
 }
 
 // openTap is culvert over a tap: the whole of the daemon's data plane, in this
@@ -164,31 +167,54 @@ func mustRelay(tb testing.TB, att datapath.Attachment, node, gateway string, pat
 	tb.Cleanup(func() { f.Shutdown(context.Background()) })
 	f.AttachVM("guest", stack.VM{Guest: s, Node: netip.MustParseAddr(node)})
 	b := &bed{
-		host: datapathtest.NewNetNS(tb), client: "127.0.0.1", port: publishedPort,
+		host: datapathtest.NewNetNS(tb), serverPort: guestPort, client: "127.0.0.1", port: publishedPort,
 		relay: self, forwarder: f, stack: s,
 	}
+	b.publish = func(port int) error { return b.put(own(port)) }
 	for _, proto := range []string{"tcp", "udp"} {
-		b.mustPublish(tb, "127.0.0.1:"+strconv.Itoa(publishedPort)+":"+strconv.Itoa(guestPort)+"/"+proto)
+		require.NoError(tb, b.put(fmt.Sprintf("127.0.0.1:%d:%d/%s", publishedPort, guestPort, proto)))
 	}
 	return b
 }
 
+// own is the text of a port under its own number.
+func own(port int) string { return fmt.Sprintf("127.0.0.1:%d:%d", port, port) }
+
 // publishedPort is guestPort's on the host.
 const publishedPort = 15201
 
-// mustPublish has culvert publish text, in Docker's form.
-func (b *bed) mustPublish(tb testing.TB, text string) {
-	tb.Helper()
+// put has culvert publish text, in Docker's form.
+func (b *bed) put(text string) error {
 	spec, err := listener.ParseSpec(text)
-	require.NoError(tb, err)
+	if err != nil {
+		return err
+	}
 	spec.Target.VM = "guest"
-	var out []listener.Outcome
-	require.NoError(tb, b.host.Do(func() error {
-		out = b.forwarder.Publish(context.Background(), listener.Owner{Kind: listener.KindCLI, ID: text}, []listener.Spec{spec})
+	return b.host.Do(func() error {
+		o := b.forwarder.Publish(context.Background(), listener.Owner{Kind: listener.KindCLI, ID: text}, []listener.Spec{spec})[0]
+		if o.State != listener.Forwarded {
+			return fmt.Errorf("%s: %s: %s", text, o.State, o.Detail)
+		}
 		return nil
-	}))
-	require.Len(tb, out, 1)
-	require.Equal(tb, listener.Forwarded, out[0].State, out[0].Detail)
+	})
+}
+
+// take has culvert withdraw text.
+func (b *bed) take(text string) {
+	b.forwarder.Withdraw(context.Background(), listener.Owner{Kind: listener.KindCLI, ID: text})
+}
+
+// another returns the bed with the nth port after the first in its place: of the
+// same relay, and with a server of its own. Only culvert's and loopback's have any.
+func (b *bed) another(tb testing.TB, n int) *bed {
+	tb.Helper()
+	other := *b
+	other.port += n
+	other.serverPort += n
+	if b.forwarder != nil {
+		require.NoError(tb, b.put(fmt.Sprintf("127.0.0.1:%d:%d", other.port, other.serverPort)))
+	}
+	return &other
 }
 
 // socketPath returns one that fits in the 107 bytes of sun_path, without characters

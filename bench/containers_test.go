@@ -27,7 +27,6 @@ import (
 func BenchmarkContainers(b *testing.B) {
 	const containers = 1000
 	b.Run(fmt.Sprintf("path=culvert/containers=%d", containers), func(b *testing.B) {
-		require.NoError(b, raiseFDs())
 		var first, memory, cpu float64
 		for b.Loop() {
 			f, m, c := followContainers(b, containers)

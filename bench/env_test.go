@@ -21,8 +21,9 @@ var withPeers = os.Getenv("CULVERT_BENCH_PEERS") == "1"
 // TestMain prints what the figures depend on, once a run; or plays a peer
 // process when this binary was started as one.
 func TestMain(m *testing.M) {
-	if role := os.Getenv("CULVERT_BENCH_ROLE"); role != "" {
-		os.Exit(playRole(role))
+	_ = raiseFDs() // what wants more than there are says so
+	if os.Getenv("CULVERT_BENCH_ROLE") == "1" {
+		os.Exit(playRole(os.Args[1], os.Args[2:]))
 	}
 	if text := os.Getenv("CULVERT_BENCH_SECONDS"); text != "" {
 		n, err := strconv.Atoi(text)

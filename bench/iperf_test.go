@@ -21,18 +21,18 @@ func startIperf(b *testing.B, bed *bed) {
 	b.Helper()
 	path, err := exec.LookPath("iperf3")
 	datapathtest.Require(b, "iperf3", err == nil, "apt-get install iperf3, or contrib/install-deps.sh bench")
-	cmd := exec.Command(path, "--server", "--bind", bed.server, "--port", strconv.Itoa(guestPort))
+	cmd := exec.Command(path, "--server", "--bind", bed.server, "--port", strconv.Itoa(bed.serverPort))
 	require.NoError(b, startIn(bed.guest, cmd))
 	b.Cleanup(func() {
 		_ = cmd.Process.Kill()
 		_ = cmd.Wait()
 	})
-	awaitBound(b, bed.guest, "tcp", guestPort)
+	awaitBound(b, bed.guest, "tcp", bed.serverPort)
 }
 
 // iperf runs one iperf3 client and returns what the receiving side counted, in
 // Gbit/s: all flows of a direction together, and the slowest of them.
-func iperf(bed *bed, dir string, flows int) (total, slowest float64, err error) {
+func iperf(bed *bed, dir string, flows int, more ...string) (total, slowest float64, err error) {
 	limit := time.Duration(seconds)*time.Second + patience
 	ctx, cancel := context.WithTimeout(context.Background(), limit)
 	defer cancel()
@@ -40,6 +40,7 @@ func iperf(bed *bed, dir string, flows int) (total, slowest float64, err error) 
 		"--client", bed.client, "--port", strconv.Itoa(bed.port), "--json",
 		"--time", strconv.Itoa(seconds), "--parallel", strconv.Itoa(flows),
 	}
+	args = append(args, more...)
 	switch dir {
 	case "guest-to-host":
 		args = append(args, "--reverse")
@@ -128,6 +129,25 @@ func BenchmarkTCPStream(b *testing.B) {
 						break
 					}
 				}
+			})
+		}
+	})
+}
+
+// BenchmarkSmallWrites has a client write a little at a time, with one flow.
+func BenchmarkSmallWrites(b *testing.B) {
+	eachPath(b, func(b *testing.B, bed *bed) {
+		startIperf(b, bed)
+		for _, size := range []int{64, 1024} {
+			b.Run(fmt.Sprintf("size=%d", size), func(b *testing.B) {
+				var total float64
+				for b.Loop() {
+					t, _, err := iperf(bed, "host-to-guest", 1, "--length", strconv.Itoa(size), "--no-delay")
+					bed.check(b, err)
+					total += t
+				}
+				b.ReportMetric(total/float64(b.N)*1e9/8/float64(size)/1e3, "kwrites/s")
+				b.ReportMetric(0, "ns/op")
 			})
 		}
 	})

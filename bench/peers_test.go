@@ -33,7 +33,7 @@ func openVeth(tb testing.TB) *bed {
 	tb.Helper()
 	b := &bed{
 		host: datapathtest.NewNetNS(tb), guest: datapathtest.NewNetNS(tb),
-		server: node, client: "127.0.0.1", port: publishedPort,
+		server: node, serverPort: guestPort, client: "127.0.0.1", port: publishedPort,
 	}
 	to, err := os.Open(b.guest.Path())
 	require.NoError(tb, err)
@@ -99,6 +99,7 @@ func openSocat(tb testing.TB) *bed {
 			fmt.Sprintf("%s-LISTEN:%d,bind=%s,fork,reuseaddr", proto, b.port, b.client), proto+":"+b.inGuest()))
 	}
 	b.await(tb)
+	b.single = "is one process a connection"
 	return b
 }
 

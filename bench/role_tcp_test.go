@@ -30,9 +30,9 @@ func roleEcho(addrs []string) error {
 				}
 				go func() {
 					defer c.Close()
-					var b [64 << 10]byte
+					b := make([]byte, 1024)
 					for {
-						n, err := c.Read(b[:1024])
+						n, err := c.Read(b)
 						if err != nil {
 							return
 						}
@@ -49,21 +49,43 @@ func roleEcho(addrs []string) error {
 	return err
 }
 
-// roleHold ADDR N: opens N connections, passes a byte over each both ways, and
-// holds them.
+// roleHold N ADDR...: opens N connections, by turns to each ADDR, passes a byte over
+// each both ways, and holds them.
 func roleHold(args []string) error {
-	n, err := strconv.Atoi(args[1])
+	n, err := strconv.Atoi(args[0])
 	if err != nil {
 		return err
 	}
+	addrs := args[1:]
 	conns := make([]net.Conn, n)
+	next := make(chan int)
+	failed := make(chan error, n)
+	var opening sync.WaitGroup
+	for range 16 {
+		opening.Go(func() {
+			for i := range next {
+				c, err := net.DialTimeout("tcp", addrs[i%len(addrs)], patience)
+				if err == nil {
+					conns[i] = c
+					_ = c.SetDeadline(time.Now().Add(patience))
+					err = bounce(c)
+				}
+				if err != nil {
+					failed <- fmt.Errorf("connection %d: %w", i, err)
+				}
+			}
+		})
+	}
 	for i := range conns {
-		if conns[i], err = net.Dial("tcp", args[0]); err != nil {
-			return fmt.Errorf("connection %d: %w", i, err)
+		if len(failed) > 0 {
+			break
 		}
-		if err := bounce(conns[i]); err != nil {
-			return fmt.Errorf("connection %d: %w", i, err)
-		}
+		next <- i
+	}
+	close(next)
+	opening.Wait()
+	if len(failed) > 0 {
+		return <-failed
 	}
 	fmt.Println("ready")
 	_, err = io.Copy(io.Discard, os.Stdin)

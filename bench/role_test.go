@@ -2,6 +2,7 @@ package bench
 
 import (
 	"bufio"
+	"bytes"
 	"fmt"
 	"io"
 	"os"
@@ -17,14 +18,12 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// A role is a peer process: this binary, started with CULVERT_BENCH_ROLE and
-// its arguments in CULVERT_BENCH_ARGS. It says "ready" on its standard output,
-// ends when its standard input does, and may print result lines in between.
+// A role is a client's or a server's process: this binary, started with
+// CULVERT_BENCH_ROLE=1 and the role's name and arguments. It says "ready" on its
+// standard output, ends when its standard input does, and may print a result after.
 
 // playRole runs a role and returns the process's exit status.
-func playRole(role string) int {
-	_ = raiseFDs()
-	args := strings.Fields(os.Getenv("CULVERT_BENCH_ARGS"))
+func playRole(role string, args []string) int {
 	if err := map[string]func([]string) error{
 		"echo": roleEcho, "hold": roleHold, "pingpong": rolePingPong, "connect": roleConnect,
 		"sink": roleSink, "blast": roleBlast,
@@ -35,8 +34,21 @@ func playRole(role string) int {
 	return 0
 }
 
-// raiseFDs takes all the descriptors the system grants.
+// maxFDs returns how many descriptors a process may have.
+func maxFDs(tb testing.TB) int {
+	tb.Helper()
+	var r syscall.Rlimit
+	require.NoError(tb, syscall.Getrlimit(syscall.RLIMIT_NOFILE, &r))
+	return int(r.Cur)
+}
+
+// raiseFDs takes as many descriptors as the greatest of the benchmarks wants, or all
+// that the system grants.
 func raiseFDs() error {
+	const most = 1 << 17
+	if syscall.Setrlimit(syscall.RLIMIT_NOFILE, &syscall.Rlimit{Cur: most, Max: most}) == nil {
+		return nil
+	}
 	var r syscall.Rlimit
 	if err := syscall.Getrlimit(syscall.RLIMIT_NOFILE, &r); err != nil {
 		return err
@@ -47,29 +59,33 @@ func raiseFDs() error {
 
 // A role is a running one.
 type role struct {
-	cmd *exec.Cmd
-	in  io.WriteCloser
-	out *bufio.Scanner
+	cmd  *exec.Cmd
+	in   io.WriteCloser
+	out  *bufio.Scanner
+	said bytes.Buffer // on standard error, until it has ended
 }
 
 // startRole starts a role in ns and waits until it is ready.
 func startRole(tb testing.TB, ns *datapathtest.NetNS, name string, args ...string) *role {
 	tb.Helper()
 	r := newRole(tb, ns, name, args...)
-	require.True(tb, r.out.Scan(), "%s %v ended early", name, args)
-	require.Equal(tb, "ready", r.out.Text())
+	require.NoError(tb, r.ready())
 	return r
 }
 
-// runRole runs a client's role against the bed and returns its result.
-func runRole(tb testing.TB, bed *bed, name string, args ...string) []float64 {
+// startClient starts a client's role against the bed and waits until it is ready.
+func startClient(tb testing.TB, bed *bed, name string, args ...string) *role {
 	tb.Helper()
 	r := newRole(tb, bed.host, name, args...)
+	bed.check(tb, r.ready())
+	return r
+}
+
+// runClient runs a client's role against the bed and returns its result.
+func runClient(tb testing.TB, bed *bed, name string, args ...string) []float64 {
+	tb.Helper()
+	r := startClient(tb, bed, name, args...)
 	defer r.stop()
-	if !r.out.Scan() {
-		bed.check(tb, fmt.Errorf("%s %v failed: its error is above", name, args))
-	}
-	require.Equal(tb, "ready", r.out.Text())
 	return r.line(tb)
 }
 
@@ -77,9 +93,9 @@ func newRole(tb testing.TB, ns *datapathtest.NetNS, name string, args ...string)
 	tb.Helper()
 	exe, err := os.Executable()
 	require.NoError(tb, err)
-	r := &role{cmd: exec.Command(exe)}
-	r.cmd.Env = append(os.Environ(), "CULVERT_BENCH_ROLE="+name, "CULVERT_BENCH_ARGS="+strings.Join(args, " "))
-	r.cmd.Stderr = os.Stderr
+	r := &role{cmd: exec.Command(exe, append([]string{name}, args...)...)}
+	r.cmd.Env = append(os.Environ(), "CULVERT_BENCH_ROLE=1")
+	r.cmd.Stderr = &r.said
 	r.in, err = r.cmd.StdinPipe()
 	require.NoError(tb, err)
 	out, err := r.cmd.StdoutPipe()
@@ -88,6 +104,15 @@ func newRole(tb testing.TB, ns *datapathtest.NetNS, name string, args ...string)
 	require.NoError(tb, startIn(ns, r.cmd))
 	tb.Cleanup(r.stop)
 	return r
+}
+
+// ready waits until the role is.
+func (r *role) ready() error {
+	if !r.out.Scan() || r.out.Text() != "ready" {
+		r.stop()
+		return fmt.Errorf("%s failed: %s", r.cmd.Args[1], r.said.String())
+	}
+	return nil
 }
 
 // line returns the role's result.

@@ -68,7 +68,6 @@ func (f *watchedForwarder) Publish(ctx context.Context, o listener.Owner, specs 
 func BenchmarkServices(b *testing.B) {
 	const services, edits = 2000, 50
 	b.Run(fmt.Sprintf("path=culvert/services=%d", services), func(b *testing.B) {
-		require.NoError(b, raiseFDs())
 		var first, edit, memory float64
 		for b.Loop() {
 			f, e, m := applyServices(b, services, edits)

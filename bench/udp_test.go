@@ -32,7 +32,7 @@ func measureUDP(b *testing.B, bed *bed, size, rate int) {
 	var arrived, perSecond, sent, jitter float64
 	for b.Loop() {
 		sink := startRole(b, bed.guest, "sink", bed.inGuest())
-		sent += runRole(b, bed, "blast", bed.address(), strconv.Itoa(size), strconv.Itoa(rate), strconv.Itoa(seconds))[0]
+		sent += runClient(b, bed, "blast", bed.address(), strconv.Itoa(size), strconv.Itoa(rate), strconv.Itoa(seconds))[0]
 		time.Sleep(100 * time.Millisecond) // for what is still under way
 		_ = sink.in.Close()
 		v := sink.line(b)

@@ -75,37 +75,51 @@ func openSlirp4netns(tb testing.TB) *bed {
 	tb.Helper()
 	b := &bed{
 		host: datapathtest.NewNetNS(tb), guest: datapathtest.NewNetNS(tb),
-		server: "0.0.0.0", client: "127.0.0.1", port: publishedPort,
+		server: "0.0.0.0", serverPort: guestPort, client: "127.0.0.1", port: publishedPort,
 	}
 	api := socketPath(tb)
 	b.start(tb, exec.Command(find(tb, "slirp4netns"), "--configure", fmt.Sprintf("--mtu=%d", hugeMTU), "--disable-dns",
 		"--api-socket="+api, "--netns-type=path", b.guest.Path(), "tap0"))
+	forward := func(proto string, from, to int) error {
+		var err error
+		for range 1000 { // it takes one client at a time, and resets others
+			var answer []byte
+			if answer, err = askSlirp(api, map[string]any{
+				"proto": proto, "host_addr": b.client, "host_port": from, "guest_port": to,
+			}); err != nil {
+				time.Sleep(10 * time.Millisecond)
+				continue
+			}
+			if !bytes.Contains(answer, []byte(`"return"`)) {
+				return fmt.Errorf("slirp4netns: %s", answer)
+			}
+			return nil
+		}
+		return err
+	}
+	b.publish = func(port int) error { return forward("tcp", port, port) }
 	for _, proto := range []string{"tcp", "udp"} {
-		var answer []byte
-		require.Eventually(tb, func() (ok bool) { // it takes one client at a time and resets others
-			answer, ok = askSlirp(api, map[string]any{
-				"proto": proto, "host_addr": b.client, "host_port": b.port, "guest_port": guestPort,
-			})
-			return ok
-		}, 10*time.Second, 10*time.Millisecond, "slirp4netns does not answer")
-		require.Contains(tb, string(answer), `"return"`)
+		require.NoError(tb, forward(proto, b.port, guestPort))
 	}
 	b.await(tb)
 	return b
 }
 
 // askSlirp asks slirp4netns for a port.
-func askSlirp(api string, hostfwd map[string]any) ([]byte, bool) {
+func askSlirp(api string, hostfwd map[string]any) ([]byte, error) {
 	c, err := net.Dial("unix", api)
 	if err != nil {
-		return nil, false
+		return nil, err
 	}
 	defer c.Close()
 	if err := json.NewEncoder(c).Encode(map[string]any{"execute": "add_hostfwd", "arguments": hostfwd}); err != nil {
-		return nil, false
+		return nil, err
 	}
 	answer, err := io.ReadAll(c)
-	return answer, err == nil && len(answer) > 0
+	if err == nil && len(answer) == 0 {
+		err = io.ErrUnexpectedEOF
+	}
+	return answer, err
 }
 
 // openGvproxy is what Podman's and other machines use: gVisor's stack like ours,
@@ -118,7 +132,7 @@ func openGvproxy(tb testing.TB) *bed {
 	const guest = "192.168.127.2" // the only guest it has an address for
 	b := &bed{
 		host: datapathtest.NewNetNS(tb), guest: datapathtest.NewNetNS(tb),
-		server: guest, client: "127.0.0.1", port: publishedPort,
+		server: guest, serverPort: guestPort, client: "127.0.0.1", port: publishedPort,
 	}
 	api := socketPath(tb)
 	b.start(tb, exec.Command(find(tb, "gvproxy"), "-listen", "unix://"+api, "-ssh-port", "-1"))
@@ -142,18 +156,30 @@ func openGvproxy(tb testing.TB) *bed {
 		}) == nil
 	}, 10*time.Second, 10*time.Millisecond, "the forwarder does not come")
 	client := http.Client{Transport: &http.Transport{
-		DialContext:       func(context.Context, string, string) (net.Conn, error) { return net.Dial("unix", api) },
-		DisableKeepAlives: true,
+		DialContext: func(context.Context, string, string) (net.Conn, error) { return net.Dial("unix", api) },
 	}}
-	for _, proto := range []string{"tcp", "udp"} {
+	tb.Cleanup(client.CloseIdleConnections)
+	expose := func(proto string, from, to int) error {
 		body, err := json.Marshal(map[string]string{
-			"local": addrPort(b.client, b.port), "remote": addrPort(guest, guestPort), "protocol": proto,
+			"local": addrPort(b.client, from), "remote": addrPort(guest, to), "protocol": proto,
 		})
-		require.NoError(tb, err)
+		if err != nil {
+			return err
+		}
 		resp, err := client.Post("http://gvproxy/services/forwarder/expose", "application/json", bytes.NewReader(body))
-		require.NoError(tb, err)
-		_ = resp.Body.Close()
-		require.Equal(tb, http.StatusOK, resp.StatusCode)
+		if err != nil {
+			return err
+		}
+		defer resp.Body.Close()
+		_, _ = io.Copy(io.Discard, resp.Body) // or the connection is not used again
+		if resp.StatusCode != http.StatusOK {
+			return fmt.Errorf("gvproxy: %s", resp.Status)
+		}
+		return nil
+	}
+	b.publish = func(port int) error { return expose("tcp", port, port) }
+	for _, proto := range []string{"tcp", "udp"} {
+		require.NoError(tb, expose(proto, b.port, guestPort))
 	}
 	b.await(tb)
 	return b
