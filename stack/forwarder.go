@@ -66,7 +66,7 @@ type Forwarder struct {
 	sessions *relay.Sessions
 	flows    flowTable
 	icmp     *icmpSender
-	datagram []byte // of the group's goroutine
+	inbox    inbox // of the group's goroutine
 
 	ctx     context.Context // of dials and the sweep; ends in Shutdown
 	cancel  context.CancelFunc
@@ -96,7 +96,7 @@ var ErrShutDown = errors.New("culvert is shutting down")
 func New(o Options) (*Forwarder, error) {
 	o.setDefaults()
 	f := &Forwarder{
-		opts: o, log: o.Log, flows: flowTable{limits: o.Limits}, datagram: make([]byte, maxDatagram),
+		opts: o, log: o.Log, flows: flowTable{limits: o.Limits},
 		table: listener.NewTable(o.Policy), owners: make(map[listener.Owner]listener.Set[*row]),
 		failing: make(map[*row]time.Time), blocked: make(map[*row]struct{}), retired: make(map[TotalsKey]*Totals),
 		share: newShare(o.Limits.Descriptors),

@@ -324,32 +324,35 @@ type hostPacketConn struct {
 	once  sync.Once
 }
 
-func (c *hostPacketConn) Write(b []byte) (int, error) {
-	n, err := c.UDPConn.Write(b)
-	if errors.Is(err, syscall.ECONNREFUSED) { // of an earlier one: Receive is told by the next
-		n, err = c.UDPConn.Write(b)
+func (c *hostPacketConn) Write(datagrams [][]byte) (n int, err error) {
+	for n < len(datagrams) && err == nil {
+		_, err = c.UDPConn.Write(datagrams[n])
+		if errors.Is(err, syscall.ECONNREFUSED) { // of an earlier one: Receive is told by the next
+			_, err = c.UDPConn.Write(datagrams[n])
+		}
+		if err == nil {
+			n++
+		}
 	}
 	return n, err
 }
 
-func (c *hostPacketConn) Receive(deliver func([][]byte, error) error) error {
-	buf := make([]byte, 65536)
-	for {
-		n, err := c.Read(buf)
-		switch {
-		case errors.Is(err, net.ErrClosed):
-			return net.ErrClosed
-		case errors.Is(err, syscall.ECONNREFUSED):
-			err = deliver(nil, syscall.ECONNREFUSED)
-		case err != nil:
-			err = deliver(nil, err)
-		default:
-			err = deliver([][]byte{buf[:n/2], buf[n/2 : n]}, nil)
+func (c *hostPacketConn) Receive(deliver func([]relay.Datagram, error)) {
+	go func() {
+		buf := make([]byte, 65536)
+		for {
+			n, err := c.Read(buf)
+			switch {
+			case err != nil:
+				deliver(nil, err)
+				if errors.Is(err, net.ErrClosed) {
+					return
+				}
+			default:
+				deliver([]relay.Datagram{{buf[:n/2], buf[n/2 : n]}}, nil)
+			}
 		}
-		if err != nil {
-			return err
-		}
-	}
+	}()
 }
 
 func (c *hostPacketConn) LocalAddr() string { return c.UDPConn.LocalAddr().String() }

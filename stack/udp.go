@@ -8,31 +8,60 @@ import (
 	"github.com/culvertnet/culvert/stack/relay"
 )
 
-const (
-	// maxDatagram is the longest UDP payload: 65535 - 20 - 8 (IPv4).
-	maxDatagram = 65507
-	// datagramsPerWake bounds what one socket may take of the group's goroutine
-	// before the others have their turn.
-	datagramsPerWake = 64
-)
+// An inbox is what the group's goroutine reads datagrams into. The zero value
+// takes its memory with the first.
+type inbox struct {
+	reader *listener.Reader
+	// run are datagrams of one client's that follow each other: its flow takes
+	// them together, and so does the guest.
+	run  [][]byte
+	from relay.UDPKey
+}
+
+// maxRun bounds a run: as many datagrams as the guest may be given as one.
+const maxRun = 64
 
 // Readable implements listener.Handler: it hands on what clients have sent.
 func (f *Forwarder) Readable(s *listener.Socket) {
-	for range datagramsPerWake {
-		n, client, local, trunc, err := s.ReadFrom(f.datagram)
-		if err != nil {
-			return // nothing more, closed, or one datagram lost; the group comes back
+	in := &f.inbox
+	if in.reader == nil {
+		in.reader, in.run = listener.NewReader(), make([][]byte, 0, maxRun)
+	}
+	messages, err := in.reader.Read(s)
+	if err != nil {
+		return // nothing there, closed, or one datagram lost; the group comes back
+	}
+	for i := range messages {
+		m := &messages[i]
+		from := relay.UDPKey{Socket: s, Client: m.Client, Local: m.Local}
+		if from != in.from {
+			f.deliver(in)
+			in.from = from
 		}
-		r := s.Token().(*row)
-		if trunc {
-			r.refuse(droppedDatagram)
-			continue
-		}
-		err = f.sessions.Deliver(relay.UDPKey{Socket: s, Client: client, Local: local}, f.datagram[:n])
-		if err != nil {
-			r.refuse(datagramRefusal(err))
+		for more := true; more; {
+			if len(in.run) == maxRun {
+				f.deliver(in)
+			}
+			var datagram []byte
+			datagram, more = m.Next()
+			in.run = append(in.run, datagram)
 		}
 	}
+	f.deliver(in)
+	in.from = relay.UDPKey{} // holds no socket that has gone
+}
+
+// deliver passes in's run on to its flow.
+func (f *Forwarder) deliver(in *inbox) {
+	for run := in.run; len(run) > 0; {
+		n, err := f.sessions.Deliver(in.from, run)
+		if err == nil {
+			break
+		}
+		in.from.Socket.(*listener.Socket).Token().(*row).refuse(datagramRefusal(err))
+		run = run[n+1:]
+	}
+	in.run = in.run[:0]
 }
 
 func datagramRefusal(err error) string {
@@ -83,13 +112,21 @@ func (h udpHandler) Open(k relay.UDPKey) (relay.UDPFlow, error) {
 }
 
 // Reply implements relay.UDPHandler.
-func (h udpHandler) Reply(k relay.UDPKey, segs [][]byte) error {
+func (h udpHandler) Reply(k relay.UDPKey, datagrams []relay.Datagram) (bytes int, err error) {
 	s := k.Socket.(*listener.Socket)
-	err := s.WriteTo(segs, k.Client, k.Local)
-	if err != nil {
+	for len(datagrams) > 0 {
+		var n int
+		n, err = s.Send(datagrams, k.Client, k.Local)
+		for _, d := range datagrams[:n] {
+			bytes += len(d[0]) + len(d[1])
+		}
+		if err == nil {
+			break
+		}
 		s.Token().(*row).refuse(droppedDatagram)
+		datagrams = datagrams[n+1:]
 	}
-	return err
+	return bytes, err
 }
 
 // Refused implements relay.UDPHandler (C-23).

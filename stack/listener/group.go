@@ -5,6 +5,7 @@ import (
 	"net/netip"
 	"os"
 	"sync"
+	"sync/atomic"
 )
 
 // # Theory of operation
@@ -46,7 +47,7 @@ type Handler interface {
 	// Accepted hands over a TCP client. The Handler owns c.
 	Accepted(s *Socket, c *Conn)
 	// Readable says that a UDP socket has datagrams. The Handler takes at least
-	// one with ReadFrom; it is called again while there are more.
+	// message with a Reader; it is called again while there are more.
 	Readable(s *Socket)
 	// AcceptError says that a client could not be taken: it had left
 	// (ECONNABORTED), or it was reset, or made to wait, because descriptors
@@ -120,6 +121,7 @@ type Socket struct {
 	group *Group
 	addr  netip.AddrPort
 	token any
+	merge atomic.Int32 // the longest datagrams to send merged; 0 never
 
 	mu     sync.RWMutex // held for reading during system calls on fd
 	fd     int
@@ -155,27 +157,4 @@ func (s *Socket) Closed() bool {
 	s.mu.RLock()
 	defer s.mu.RUnlock()
 	return s.closed
-}
-
-// ReadFrom takes one datagram from a UDP socket, without waiting and without
-// allocating (a link-local client's zone aside). It returns its length, its
-// sender, the address of ours that it was sent to (and that WriteTo answers
-// from), and whether b was too short for it; the rest is lost then. Zones are
-// interface indices.
-//
-// The error is ErrWouldBlock when there is none, net.ErrClosed after Close. Any
-// other concerns one datagram: the next may be fine.
-func (s *Socket) ReadFrom(b []byte) (n int, client netip.AddrPort, local netip.Addr, trunc bool, err error) {
-	return s.readFrom(b)
-}
-
-// WriteTo sends the concatenation of segs, 0 to 65507 bytes, as one datagram
-// from local, and from whichever address the kernel prefers if that is the zero
-// address. It neither waits nor allocates (up to 64 segments). client and local
-// are what ReadFrom gave.
-//
-// The error is ErrWouldBlock when there is no room, net.ErrClosed after Close.
-// Any other concerns this datagram or this client.
-func (s *Socket) WriteTo(segs [][]byte, client netip.AddrPort, local netip.Addr) error {
-	return s.writeTo(segs, client, local)
 }

@@ -287,7 +287,11 @@ func (g *Group) bind(proto Proto, ap netip.AddrPort, token any, index uint16) (*
 		}
 		ap = addrPort(sa)
 	}
-	return &Socket{group: g, proto: proto, index: index, addr: ap, token: token, fd: fd}, nil
+	s := &Socket{group: g, proto: proto, index: index, addr: ap, token: token, fd: fd}
+	if proto == UDP {
+		s.merge.Store(mergeDatagrams(fd))
+	}
+	return s, nil
 }
 
 func (s *Socket) close() error {
@@ -325,25 +329,6 @@ func (s *Socket) accept() (fd int, remote netip.AddrPort, err error) {
 		return -1, netip.AddrPort{}, err
 	}
 	return fd, addrPort(sa), nil
-}
-
-func (s *Socket) readFrom(b []byte) (n int, client netip.AddrPort, local netip.Addr, trunc bool, err error) {
-	s.mu.RLock()
-	defer s.mu.RUnlock()
-	if s.closed {
-		return 0, netip.AddrPort{}, netip.Addr{}, false, net.ErrClosed
-	}
-	n, client, local, trunc, err = recvMsg(s.fd, b)
-	return n, client, local, trunc, wouldBlock("recvmsg", err)
-}
-
-func (s *Socket) writeTo(segs [][]byte, client netip.AddrPort, local netip.Addr) error {
-	s.mu.RLock()
-	defer s.mu.RUnlock()
-	if s.closed {
-		return net.ErrClosed
-	}
-	return wouldBlock("sendmsg", sendMsg(s.fd, segs, client, local))
 }
 
 func wouldBlock(call string, err error) error {

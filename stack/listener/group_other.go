@@ -19,11 +19,15 @@ func (g *Group) close() error { return errors.ErrUnsupported }
 
 func (s *Socket) close() error { return errors.ErrUnsupported }
 
-func (s *Socket) readFrom([]byte) (n int, client netip.AddrPort, local netip.Addr, trunc bool, err error) {
-	return 0, netip.AddrPort{}, netip.Addr{}, false, errors.ErrUnsupported
-}
+type rawReader struct{}
 
-func (s *Socket) writeTo([][]byte, netip.AddrPort, netip.Addr) error { return errors.ErrUnsupported }
+func newRawReader() *rawReader { return nil }
+
+func (s *Socket) readMessages(*Reader) (int, error) { return 0, errors.ErrUnsupported }
+
+func (s *Socket) sendMessages([][2][]byte, netip.AddrPort, netip.Addr) (int, error) {
+	return 0, errors.ErrUnsupported
+}
 
 func goneFD(uintptr) bool { return true }
 

@@ -9,110 +9,194 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// recvMsg and sendMsg are recvmsg(2) and sendmsg(2) with packet info (ip(7)
-// IP_PKTINFO, ipv6(7) IPV6_PKTINFO). x/sys has them too, but allocates each
-// address. All that the kernel is pointed to lies on this goroutine's stack or
-// belongs to the caller; it is done with it when the call returns.
+// rawReader and rawSender are recvmmsg(2) and sendmmsg(2) with packet info (ip(7)
+// IP_PKTINFO, ipv6(7) IPV6_PKTINFO) and merged datagrams (udp(7)). x/sys has
+// neither call. All that the kernel is pointed to lies in the two, on the heap,
+// or belongs to the caller; it is done with it when the call returns.
 
-// control has room for one message: a header of 16 bytes and the larger of the
-// two infos, in6_pktinfo's 20, come to 36, rounded up to 40 as CMSG_SPACE does.
-// Words, for the header's alignment.
-type control [5]uint64
+// control has room for two messages: a header of 16 bytes and the larger of the
+// two infos, in6_pktinfo's 20, come to 36, rounded up to 40 as CMSG_SPACE does;
+// a header and a size, of 2 bytes to the kernel and 4 from it, to 24. Words, for
+// the header's alignment.
+type control [8]uint64
 
 const headerLen = unix.SizeofCmsghdr
 
-func recvMsg(fd int, b []byte) (n int, client netip.AddrPort, local netip.Addr, trunc bool, err error) {
-	var (
-		name unix.RawSockaddrInet6 // the larger; an IPv4 socket fills a RawSockaddrInet4
-		ctl  control
-		iov  unix.Iovec
-		hdr  unix.Msghdr
-	)
-	iov.Base = unsafe.SliceData(b)
-	iov.SetLen(len(b))
-	hdr.Name = (*byte)(unsafe.Pointer(&name))
-	hdr.Namelen = uint32(unsafe.Sizeof(name))
-	hdr.Iov = &iov
-	hdr.SetIovlen(1)
-	hdr.Control = (*byte)(unsafe.Pointer(&ctl))
-	hdr.SetControllen(int(unsafe.Sizeof(ctl)))
-	r, _, errno := unix.Syscall(unix.SYS_RECVMSG, uintptr(fd), uintptr(unsafe.Pointer(&hdr)), 0)
+type rawReader struct {
+	headers  [readBatch]unix.Mmsghdr
+	iovs     [readBatch]unix.Iovec
+	names    [readBatch]unix.RawSockaddrInet6 // the larger; an IPv4 socket fills a RawSockaddrInet4
+	controls [readBatch]control
+	memory   []byte
+}
+
+func newRawReader() *rawReader {
+	r := &rawReader{memory: make([]byte, readBatch*readStride)}
+	for i := range r.headers {
+		r.iovs[i].Base = &r.memory[i*readStride]
+		r.iovs[i].SetLen(readStride)
+		h := &r.headers[i].Hdr
+		h.Name = (*byte)(unsafe.Pointer(&r.names[i]))
+		h.Iov = &r.iovs[i]
+		h.SetIovlen(1)
+		h.Control = (*byte)(unsafe.Pointer(&r.controls[i]))
+		r.arm(i)
+	}
+	return r
+}
+
+// arm makes header i fit for another call, which overwrites these.
+func (r *rawReader) arm(i int) {
+	h := &r.headers[i].Hdr
+	h.Namelen = uint32(unsafe.Sizeof(r.names[i]))
+	h.SetControllen(int(unsafe.Sizeof(r.controls[i])))
+}
+
+// recv takes what is there.
+func (r *rawReader) recv(fd int, messages *[readBatch]Message) (int, error) {
+	got, _, errno := unix.Syscall6(unix.SYS_RECVMMSG, uintptr(fd), uintptr(unsafe.Pointer(&r.headers)), readBatch, 0, 0, 0)
 	if errno != 0 {
-		return 0, netip.AddrPort{}, netip.Addr{}, false, errno
+		return 0, errno
 	}
-	if name.Family == unix.AF_INET {
-		name4 := (*unix.RawSockaddrInet4)(unsafe.Pointer(&name))
-		client = netip.AddrPortFrom(netip.AddrFrom4(name4.Addr), swap(name4.Port))
-	} else {
-		client = netip.AddrPortFrom(withScope(netip.AddrFrom16(name.Addr), name.Scope_id), swap(name.Port))
+	for i := range int(got) {
+		h, m := &r.headers[i], &messages[i]
+		name := &r.names[i]
+		if name.Family == unix.AF_INET {
+			name4 := (*unix.RawSockaddrInet4)(unsafe.Pointer(name))
+			m.Client = netip.AddrPortFrom(netip.AddrFrom4(name4.Addr), swap(name4.Port))
+		} else {
+			m.Client = netip.AddrPortFrom(withScope(netip.AddrFrom16(name.Addr), name.Scope_id), swap(name.Port))
+		}
+		n := int(h.Len)
+		m.Data = r.memory[i*readStride:][:n:n]
+		m.Local, m.Size = parseControl(&r.controls[i], int(h.Hdr.Controllen))
+		if m.Size <= 0 {
+			m.Size = max(n, 1)
+		}
+		r.arm(i)
 	}
-	return int(r), client, localAddr(&ctl, int(hdr.Controllen)), hdr.Flags&unix.MSG_TRUNC != 0, nil
+	return int(got), nil
 }
 
-// localAddr reads the one control message there can be: no other is switched on.
-func localAddr(ctl *control, length int) netip.Addr {
-	h := (*unix.Cmsghdr)(unsafe.Pointer(ctl))
-	data := unsafe.Add(unsafe.Pointer(ctl), headerLen)
-	switch {
-	case length >= headerLen+unix.SizeofInet4Pktinfo && h.Level == unix.IPPROTO_IP && h.Type == unix.IP_PKTINFO:
-		// Spec_dst, not Addr: it is the address to answer from, also when the
-		// datagram was broadcast.
-		return netip.AddrFrom4((*unix.Inet4Pktinfo)(data).Spec_dst)
-	case length >= headerLen+unix.SizeofInet6Pktinfo && h.Level == unix.IPPROTO_IPV6 && h.Type == unix.IPV6_PKTINFO:
-		info := (*unix.Inet6Pktinfo)(data)
-		return withScope(netip.AddrFrom16(info.Addr), info.Ifindex)
+// parseControl reads the control messages that are switched on.
+func parseControl(ctl *control, length int) (local netip.Addr, size int) {
+	for at := 0; at+headerLen <= length; {
+		h := (*unix.Cmsghdr)(unsafe.Add(unsafe.Pointer(ctl), at))
+		data := unsafe.Add(unsafe.Pointer(ctl), at+headerLen)
+		n := int(h.Len)
+		if n < headerLen || at+n > length {
+			break
+		}
+		switch n -= headerLen; {
+		case n >= unix.SizeofInet4Pktinfo && h.Level == unix.IPPROTO_IP && h.Type == unix.IP_PKTINFO:
+			// Spec_dst, not Addr: it is the address to answer from, also when the
+			// datagram was broadcast.
+			local = netip.AddrFrom4((*unix.Inet4Pktinfo)(data).Spec_dst)
+		case n >= unix.SizeofInet6Pktinfo && h.Level == unix.IPPROTO_IPV6 && h.Type == unix.IPV6_PKTINFO:
+			info := (*unix.Inet6Pktinfo)(data)
+			local = withScope(netip.AddrFrom16(info.Addr), info.Ifindex)
+		case n >= 4 && h.Level == unix.IPPROTO_UDP && h.Type == unix.UDP_GRO:
+			size = int(*(*int32)(data))
+		}
+		at += unix.CmsgSpace(n)
 	}
-	return netip.Addr{}
+	return local, size
 }
 
-func sendMsg(fd int, segs [][]byte, client netip.AddrPort, local netip.Addr) error {
-	var (
-		name unix.RawSockaddrInet6
-		ctl  control
-		iovs [64]unix.Iovec // 45 fragments of 1500 bytes make the largest datagram
-		hdr  unix.Msghdr
-	)
+type rawSender struct {
+	name     unix.RawSockaddrInet6
+	nameLen  uint32
+	info     control // packet info, the same for all
+	infoLen  int
+	headers  [maxMerged]unix.Mmsghdr
+	counts   [maxMerged]int // datagrams in each
+	iovs     [2 * maxMerged]unix.Iovec
+	controls [maxMerged]control
+}
+
+// address sets where to and where from, before any send.
+func (s *rawSender) address(client netip.AddrPort, local netip.Addr) error {
 	scope, err := scopeID(client.Addr())
 	if err != nil {
 		return err
 	}
+	s.name = unix.RawSockaddrInet6{}
 	switch a := client.Addr(); {
 	case a.Is4():
-		name4 := (*unix.RawSockaddrInet4)(unsafe.Pointer(&name))
+		name4 := (*unix.RawSockaddrInet4)(unsafe.Pointer(&s.name))
 		name4.Family, name4.Port, name4.Addr = unix.AF_INET, swap(client.Port()), a.As4()
-		hdr.Namelen = unix.SizeofSockaddrInet4
+		s.nameLen = unix.SizeofSockaddrInet4
 	case a.Is6():
-		name.Family, name.Port, name.Addr = unix.AF_INET6, swap(client.Port()), a.As16()
-		name.Scope_id = scope
-		hdr.Namelen = unix.SizeofSockaddrInet6
+		s.name.Family, s.name.Port, s.name.Addr = unix.AF_INET6, swap(client.Port()), a.As16()
+		s.name.Scope_id = scope
+		s.nameLen = unix.SizeofSockaddrInet6
 	default:
 		return unix.EAFNOSUPPORT
 	}
-	hdr.Name = (*byte)(unsafe.Pointer(&name))
+	s.info, s.infoLen = control{}, 0
 	if local.IsValid() {
-		n, err := putLocalAddr(&ctl, local)
-		if err != nil {
-			return err
-		}
-		hdr.Control = (*byte)(unsafe.Pointer(&ctl))
-		hdr.SetControllen(n)
+		s.infoLen, err = putLocalAddr(&s.info, local)
 	}
-	iov := iovs[:0]
-	for _, seg := range segs {
-		if len(seg) == 0 {
-			continue
+	return err
+}
+
+// send hands over as many datagrams as one call takes. The error, of the first
+// that was not sent, says with merged that several were to go as one there.
+func (s *rawSender) send(fd int, datagrams [][2][]byte, limit int) (sent int, merged bool, err error) {
+	datagrams = datagrams[:min(len(datagrams), maxMerged)] // two iovecs each
+	n, iovs := 0, 0
+	for ; len(datagrams) > 0; n++ {
+		count := mergeable(datagrams, limit)
+		s.counts[n] = count
+		h := &s.headers[n].Hdr
+		h.Name, h.Namelen = (*byte)(unsafe.Pointer(&s.name)), s.nameLen
+		first := iovs
+		for _, d := range datagrams[:count] {
+			for _, piece := range d {
+				if len(piece) > 0 {
+					s.iovs[iovs].Base = unsafe.SliceData(piece)
+					s.iovs[iovs].SetLen(len(piece))
+					iovs++
+				}
+			}
 		}
-		v := unix.Iovec{Base: unsafe.SliceData(seg)}
-		v.SetLen(len(seg))
-		iov = append(iov, v)
+		h.Iov = nil
+		if iovs > first {
+			h.Iov = &s.iovs[first]
+		}
+		h.SetIovlen(iovs - first)
+		s.putControl(n, lengthOf(datagrams[0]))
+		datagrams = datagrams[count:]
 	}
-	hdr.Iov = unsafe.SliceData(iov)
-	hdr.SetIovlen(len(iov))
-	_, _, errno := unix.Syscall(unix.SYS_SENDMSG, uintptr(fd), uintptr(unsafe.Pointer(&hdr)), 0)
+	done, _, errno := unix.Syscall6(unix.SYS_SENDMMSG, uintptr(fd), uintptr(unsafe.Pointer(&s.headers)), uintptr(n), 0, 0, 0)
+	clear(s.iovs[:iovs]) // the memory is the caller's again
 	if errno != 0 {
-		return errno
+		return 0, s.counts[0] > 1, errno
 	}
-	return nil
+	for _, count := range s.counts[:done] {
+		sent += count
+	}
+	return sent, false, nil
+}
+
+// putControl makes message n's control messages: packet info, and the length of
+// the datagrams to cut it into, if there are several.
+func (s *rawSender) putControl(n, size int) {
+	h := &s.headers[n].Hdr
+	ctl, length := &s.controls[n], s.infoLen
+	*ctl = s.info
+	if s.counts[n] > 1 {
+		c := (*unix.Cmsghdr)(unsafe.Add(unsafe.Pointer(ctl), length))
+		c.Level, c.Type = unix.IPPROTO_UDP, unix.UDP_SEGMENT
+		c.SetLen(headerLen + 2)
+		*(*uint16)(unsafe.Add(unsafe.Pointer(c), headerLen)) = uint16(size)
+		length += unix.CmsgSpace(2)
+	}
+	h.Control = nil
+	if length > 0 {
+		h.Control = (*byte)(unsafe.Pointer(ctl))
+	}
+	h.SetControllen(length)
 }
 
 // putLocalAddr writes the control message that sets the source address, and

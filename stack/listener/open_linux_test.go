@@ -36,9 +36,8 @@ func checkEcho(t *testing.T, proto Proto, ap netip.AddrPort) {
 // echoes serves both protocols.
 func echoes() *funcs {
 	return &funcs{accepted: echo, readable: func(s *Socket) {
-		b := make([]byte, 2048)
-		if n, client, local, _, err := s.ReadFrom(b); err == nil {
-			_ = s.WriteTo([][]byte{b[:n]}, client, local)
+		if messages, err := NewReader().Read(s); err == nil {
+			_, _ = s.Send([][2][]byte{{messages[0].Data}}, messages[0].Client, messages[0].Local)
 		}
 	}}
 }
@@ -302,7 +301,7 @@ func TestFB105OneNumberFourListeners(t *testing.T) {
 	g := mustGroup(t, &funcs{
 		accepted: func(s *Socket, c *Conn) { hits <- hit{TCP, s.Addr().Addr(), s.Token()}; c.Close() },
 		readable: func(s *Socket) {
-			_, _, _, _, err := s.ReadFrom(make([]byte, 16))
+			_, err := NewReader().Read(s)
 			if !errors.Is(err, ErrWouldBlock) {
 				hits <- hit{UDP, s.Addr().Addr(), s.Token()}
 			}

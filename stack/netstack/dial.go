@@ -99,16 +99,20 @@ func (s *Stack) DialUDP(dst netip.AddrPort) (relay.GuestPacketConn, error) {
 		return nil, fmt.Errorf("dial %s: %w", dst, net.ErrClosed)
 	default:
 	}
-	c := newUDPConn(s, dst.Addr())
+	c := newUDPConn(s, dst)
 	ep, err := s.net.NewEndpoint(udp.ProtocolNumber, network(dst.Addr()), &c.queue)
 	if err != nil {
-		c.settle()
+		c.Close()
 		return nil, fmt.Errorf("dial %s: %w", dst, wrapError(err))
 	}
 	c.ep = ep
 	if err := ep.Connect(fullAddress(dst)); err != nil {
 		c.Close()
 		return nil, fmt.Errorf("dial %s: %w", dst, wrapError(err))
+	}
+	if err := c.connected(); err != nil {
+		c.Close()
+		return nil, fmt.Errorf("dial %s: %w", dst, err)
 	}
 	return c, nil
 }

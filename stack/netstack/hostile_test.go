@@ -292,7 +292,7 @@ func TestC47_NoRoom(t *testing.T) {
 		g.send(ping, virtio.NetHdr{})
 		c, err := host.DialUDP(netip.AddrPortFrom(guestAddr.Addr(), 9))
 		require.NoError(t, err)
-		_, _ = c.Write([]byte("y"))
+		_, _ = c.Write([][]byte{[]byte("y")})
 		conns = append(conns, c)
 	}
 	o := host.link.out[0]

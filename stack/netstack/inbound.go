@@ -42,6 +42,7 @@ type inbound struct {
 	frames [readBatch]datapath.Frame
 	loans  [readBatch]loan
 	lent   int // of loans, in this batch
+	udp    udpRun
 
 	observer datapath.DropObserver // nil without
 }
@@ -76,6 +77,7 @@ func (in *inbound) run() {
 			in.take(f, &in.loans[j])
 			j++
 		}
+		in.udp.end()
 	}
 }
 
@@ -157,11 +159,22 @@ func (in *inbound) take(f *datapath.Frame, l *loan) {
 		if link.neigh.known() {
 			link.neigh.heard()
 		}
+		if in.takeUDP(&f.Hdr, head, body) {
+			return
+		}
+		if f.Hdr.GSOType == virtio.GSOUDPL4 {
+			in.drop(f, datapath.DropUnwanted) // many in one, which gVisor would take for one
+			return
+		}
 	default:
 		in.drop(f, datapath.DropUnwanted)
 		return
 	}
 	in.deliver(header.IPv4ProtocolNumber, f.N, l)
+	if link.udp.woken.Load() {
+		in.udp.flush() // came before
+		link.udp.drain()
+	}
 }
 
 // drop counts a frame that the stack does not get to see, and shows it to who
@@ -237,18 +250,24 @@ func (in *inbound) check4(h *virtio.NetHdr, head, body []byte) (datapath.DropRea
 	if payload < int(at)+2 {
 		return datapath.DropTooShort, false
 	}
-	if at == udpChecksumOffset && len(head) >= l4+header.UDPMinimumSize && header.UDP(head[l4:]).Checksum() == 0 {
-		return 0, true // the sender made none (RFC 768)
-	}
-	var sum checksum.Checksumer
 	first := head[l4:min(len(head), l4+payload)]
-	sum.Add(first)
-	sum.Add(body[:payload-len(first)])
-	pseudo := header.PseudoHeaderChecksum(ip.TransportProtocol(), ip.SourceAddress(), ip.DestinationAddress(), uint16(payload))
-	if checksum.Combine(sum.Checksum(), pseudo) != 0xffff {
+	if !sumValid(ip, first, body[:payload-len(first)]) {
 		return datapath.DropBadChecksum, false
 	}
 	return 0, true
+}
+
+// sumValid verifies the checksum of TCP or UDP over a whole packet, which lies in
+// two pieces, or reports that the sender made none (UDP, RFC 768).
+func sumValid(ip header.IPv4, first, rest []byte) bool {
+	if ip.TransportProtocol() == header.UDPProtocolNumber && len(first) >= header.UDPMinimumSize && header.UDP(first).Checksum() == 0 {
+		return true
+	}
+	var sum checksum.Checksumer
+	sum.Add(first)
+	sum.Add(rest)
+	pseudo := header.PseudoHeaderChecksum(ip.TransportProtocol(), ip.SourceAddress(), ip.DestinationAddress(), uint16(len(first)+len(rest)))
+	return checksum.Combine(sum.Checksum(), pseudo) == 0xffff
 }
 
 // checkICMP drops a claim that a packet was too big for a path that no path has

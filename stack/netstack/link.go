@@ -18,19 +18,26 @@ const gsoMaxSize = 65535
 // A linkEndpoint is gVisor's link endpoint over one attachment: the gateway's
 // NIC on the guest's link.
 type linkEndpoint struct {
-	att     datapath.Attachment
-	stats   *datapath.Stats
-	offer   virtio.Offloads // what the guest was told it may send
-	gso     stack.SupportedGSO
-	rxCSum  bool // frames say whether their checksum is good
-	mac     tcpip.LinkAddress
-	mtu     uint32
-	filter  *filter
-	neigh   *neighbour
-	out     []*outbound
-	onEnd   func(error) // called once, with what ended the attachment
-	endOnce sync.Once
-	elapsed func() int64 // monotonic nanoseconds
+	att    datapath.Attachment
+	stats  *datapath.Stats
+	offer  virtio.Offloads // what the guest was told it may send
+	gso    stack.SupportedGSO
+	rxCSum bool // frames say whether their checksum is good
+	txCSum bool // the guest takes partial checksums
+	uso    bool // the guest takes super-frames of datagrams
+	mac    tcpip.LinkAddress
+	mtu    uint32
+	// maxPlain is the longest datagram that goes in one frame.
+	maxPlain int
+	filter   *filter
+	neigh    *neighbour
+	out      []*outbound
+	onEnd    func(error) // called once, with what ended the attachment
+	endOnce  sync.Once
+	elapsed  func() int64 // monotonic nanoseconds
+
+	udp   udpTable
+	udpID atomic.Uint32 // the next packet's identification (RFC 791), in its low half
 
 	lastFrame atomic.Int64 // when a frame last came, by elapsed; 0 never
 
@@ -48,14 +55,17 @@ var (
 func newLinkEndpoint(att datapath.Attachment, o Options, elapsed func() int64, onEnd func(error)) *linkEndpoint {
 	info := att.Info()
 	l := &linkEndpoint{
-		att:     att,
-		stats:   att.Stats(),
-		offer:   info.FromGuest,
-		rxCSum:  info.FromGuest.Has(virtio.OffloadCSum),
-		mac:     tcpip.LinkAddress(o.MAC[:]),
-		mtu:     uint32(o.MTU),
-		onEnd:   onEnd,
-		elapsed: elapsed,
+		att:      att,
+		stats:    att.Stats(),
+		offer:    info.FromGuest,
+		rxCSum:   info.FromGuest.Has(virtio.OffloadCSum),
+		txCSum:   info.ToGuest.Has(virtio.OffloadCSum),
+		uso:      info.ToGuest.Has(virtio.OffloadCSum | virtio.OffloadUSO4),
+		mac:      tcpip.LinkAddress(o.MAC[:]),
+		mtu:      uint32(o.MTU),
+		maxPlain: min(o.MTU, gsoMaxSize) - header.IPv4MinimumSize - header.UDPMinimumSize,
+		onEnd:    onEnd,
+		elapsed:  elapsed,
 	}
 	// Without a virtio-net header, or when the guest takes no super-frames, the
 	// stack cuts segments itself; the work above TCP is still done once for many.

@@ -80,6 +80,19 @@ func (o *outbound) send(pkt *stack.PacketBuffer) {
 	// An ended attachment takes nothing more; inbound reports its end.
 }
 
+// sendFrames hands over frames that are not gVisor's and returns how many were
+// taken: none while packets wait for room, behind which they would have to queue.
+func (o *outbound) sendFrames(frames []datapath.Frame) int {
+	if o.full.Load() {
+		return 0
+	}
+	n, err := o.qp.WriteBatch(frames)
+	if err != nil {
+		return len(frames) // to nobody; inbound reports the end
+	}
+	return n
+}
+
 // keep queues pkt behind what waits already.
 func (o *outbound) keep(pkt *stack.PacketBuffer) {
 	o.mu.Lock()

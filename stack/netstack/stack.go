@@ -217,6 +217,7 @@ func (s *Stack) Close() error {
 		// stack's lock, which one of them may want for its last packet.
 		s.link.Wait()
 		s.net.Wait()
+		s.link.udp.drain() // tells flows that they have ended
 		s.link.end(datapath.ErrClosed)
 	})
 	return nil

@@ -282,23 +282,21 @@ func TestUDP(t *testing.T) {
 			defer l.Close()
 			c, err := host.DialUDP(netip.AddrPortFrom(guestAddr.Addr(), 7))
 			require.NoError(t, err)
-			got := make(chan []byte)
-			done := make(chan error)
-			go func() {
-				done <- c.Receive(func(segs [][]byte, err error) error {
-					if err != nil {
-						return err
-					}
-					got <- bytes.Join(segs, nil)
-					return nil
-				})
-			}()
+			got := make(chan []byte, 10)
+			c.Receive(func(datagrams []relay.Datagram, err error) {
+				if err != nil {
+					assert.ErrorIs(t, err, net.ErrClosed)
+				}
+				for _, d := range datagrams {
+					got <- bytes.Join(d[:], nil)
+				}
+			})
 			for _, size := range []int{0, 1, 1472, 1473, 2944, 9000, 65507} {
 				want := make([]byte, size)
 				_, _ = rand.Read(want)
-				n, err := c.Write(want)
+				n, err := c.Write([][]byte{want})
 				require.NoError(t, err)
-				assert.Equal(t, size, n)
+				assert.Equal(t, 1, n)
 				select {
 				case b := <-got:
 					assert.True(t, bytes.Equal(want, b), "size %d", size)
@@ -307,7 +305,8 @@ func TestUDP(t *testing.T) {
 				}
 			}
 			require.NoError(t, c.Close())
-			assert.ErrorIs(t, <-done, net.ErrClosed)
+			_, err = c.Write([][]byte{nil})
+			assert.ErrorIs(t, err, net.ErrClosed)
 			assert.Zero(t, host.Stats().Flows)
 		})
 	}
@@ -320,25 +319,21 @@ func TestFB049_PortUnreachable(t *testing.T) {
 	c, err := host.DialUDP(netip.AddrPortFrom(guestAddr.Addr(), 9))
 	require.NoError(t, err)
 	refused, got := make(chan struct{}, 10), make(chan struct{}, 10)
-	done := make(chan error)
-	go func() {
-		done <- c.Receive(func(_ [][]byte, err error) error {
-			if err != nil {
-				assert.ErrorIs(t, err, syscall.ECONNREFUSED)
-				refused <- struct{}{}
-			} else {
-				got <- struct{}{}
-			}
-			return nil
-		})
-	}()
-	_, err = c.Write([]byte("x"))
+	c.Receive(func(_ []relay.Datagram, err error) {
+		switch {
+		case errors.Is(err, syscall.ECONNREFUSED):
+			refused <- struct{}{}
+		case err == nil:
+			got <- struct{}{}
+		}
+	})
+	_, err = c.Write([][]byte{[]byte("x")})
 	require.NoError(t, err)
 	<-refused
 	l, err := guest.ListenUDP(9)
 	require.NoError(t, err)
 	defer l.Close()
-	_, err = c.Write([]byte("y"))
+	_, err = c.Write([][]byte{[]byte("y")})
 	require.NoError(t, err)
 	buf := make([]byte, 10)
 	_, from, err := l.ReadFrom(buf)
@@ -347,7 +342,6 @@ func TestFB049_PortUnreachable(t *testing.T) {
 	require.NoError(t, err)
 	<-got
 	require.NoError(t, c.Close())
-	assert.ErrorIs(t, <-done, net.ErrClosed)
 }
 
 // TestFB130_Lifetimes checks that a stack's life leaves nothing behind.

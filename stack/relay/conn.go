@@ -107,25 +107,3 @@ func (e *ClientError) Error() string { return "client: " + e.Err.Error() }
 
 // Unwrap returns the cause.
 func (e *ClientError) Unwrap() error { return e.Err }
-
-// A GuestPacketConn is the guest's end of one UDP flow: connected to one
-// address and port of the guest, from a source port that is this flow's own
-// while it lives (C-20).
-type GuestPacketConn interface {
-	// Write sends one datagram of 0 to 65507 bytes, whole. It does not block; a
-	// datagram for which the link has no room is counted and dropped below.
-	Write(b []byte) (int, error)
-	// Receive calls deliver for every datagram from the guest, one at a time,
-	// until Close (net.ErrClosed), or until deliver returns an error, which it
-	// then returns. segs hold the datagram in order and are valid during the
-	// call only. The guest's port-unreachable is deliver(nil,
-	// syscall.ECONNREFUSED); the flow may live on after it. No buffer is held
-	// while nothing arrives.
-	Receive(deliver func(segs [][]byte, err error) error) error
-	// Resumed is GuestConn's.
-	Resumed() time.Time
-	// LocalAddr is the source as the guest sees it, "IP:port".
-	LocalAddr() string
-	// Close frees the endpoint and unblocks Receive.
-	Close() error
-}

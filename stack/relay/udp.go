@@ -46,10 +46,11 @@ type UDPHandler interface {
 	// Open returns the guest's end of a new flow. An error drops the datagram
 	// that asked for it.
 	Open(k UDPKey) (UDPFlow, error)
-	// Reply sends a datagram to the client, from where it sent to. An error that
-	// matches syscall.ECONNREFUSED (the client is gone) or net.ErrClosed ends
-	// the flow, any other concerns this datagram only.
-	Reply(k UDPKey, segs [][]byte) error
+	// Reply sends datagrams to the client, from where it sent to, and returns how
+	// many bytes of payload went. It neither blocks nor keeps anything of them. An
+	// error that matches syscall.ECONNREFUSED (the client is gone) or
+	// net.ErrClosed ends the flow, any other concerns single datagrams.
+	Reply(k UDPKey, datagrams []Datagram) (bytes int, err error)
 	// Refused tells the client that the guest has nobody at that port.
 	Refused(k UDPKey)
 }
@@ -57,7 +58,7 @@ type UDPHandler interface {
 // A UDPFlow is a flow as the Handler opened it.
 type UDPFlow interface {
 	GuestPacketConn
-	// Passed counts a datagram of n bytes, to the guest or from it.
+	// Passed counts n bytes of payload, to the guest or from it.
 	Passed(toGuest bool, n int)
 	// Ended is called once, when the flow has gone.
 	Ended(evicted bool)
@@ -69,7 +70,7 @@ type Sessions struct {
 	idle    time.Duration
 	max     int
 	stop    chan struct{}
-	wg      sync.WaitGroup // the sweeper, and a receiver for each flow
+	wg      sync.WaitGroup // the sweeper
 
 	mu     sync.Mutex
 	flows  map[UDPKey]*udpSession
@@ -94,28 +95,37 @@ func NewSessions(h UDPHandler, idle time.Duration, max int) *Sessions {
 	return s
 }
 
-// Deliver sends a client's datagram to the guest, opening its flow if it has
-// none. It does not block and keeps nothing of b. An error concerns this
-// datagram only.
-func (s *Sessions) Deliver(k UDPKey, b []byte) error {
+// Deliver sends a client's datagrams to the guest, in order, opening its flow if
+// it has none. It does not block and keeps nothing of them. n of them were
+// taken; an error concerns the next one.
+func (s *Sessions) Deliver(k UDPKey, datagrams [][]byte) (n int, err error) {
 	f, err := s.session(k)
 	if err != nil {
-		return err
+		return 0, err
 	}
-	n, err := f.flow.Write(b)
+	n, err = f.write(datagrams)
 	if errors.Is(err, net.ErrClosed) {
 		// It ended between the look-up and now: once more, with a new one.
-		s.remove(f, false)
+		s.remove(f)
 		if f, err = s.session(k); err != nil {
-			return err
+			return n, err
 		}
-		n, err = f.flow.Write(b)
+		var more int
+		more, err = f.write(datagrams[n:])
+		n += more
 	}
-	if err != nil {
-		return err
+	return n, err
+}
+
+// write sends datagrams and counts those that were taken.
+func (f *udpSession) write(datagrams [][]byte) (n int, err error) {
+	n, err = f.flow.Write(datagrams)
+	bytes := 0
+	for _, d := range datagrams[:n] {
+		bytes += len(d)
 	}
-	f.flow.Passed(true, n)
-	return nil
+	f.flow.Passed(true, bytes)
+	return n, err
 }
 
 // session returns k's flow, a new one if there is none, and notes that a
@@ -167,7 +177,6 @@ func (s *Sessions) add(f *udpSession) (*udpSession, error) {
 		f.active = time.Now()
 		f.elem = s.order.PushBack(f)
 		s.flows[f.key] = f
-		s.wg.Go(func() { s.receive(f) })
 	}
 	s.mu.Unlock()
 	switch {
@@ -180,47 +189,49 @@ func (s *Sessions) add(f *udpSession) (*udpSession, error) {
 	case evicted != nil:
 		evicted.end(true)
 	}
+	f.flow.Receive(func(datagrams []Datagram, err error) { s.receive(f, datagrams, err) })
 	return f, nil
 }
 
-// receive passes on what the guest sends, until the flow ends.
-func (s *Sessions) receive(f *udpSession) {
-	_ = f.flow.Receive(func(segs [][]byte, err error) error {
-		if errors.Is(err, syscall.ECONNREFUSED) {
+// receive passes on what the guest sends.
+func (s *Sessions) receive(f *udpSession, datagrams []Datagram, err error) {
+	switch {
+	case errors.Is(err, syscall.ECONNREFUSED):
+		if s.remove(f) {
 			s.handler.Refused(f.key)
-			return err
 		}
-		if err != nil {
-			return nil // of one datagram; the next may be fine
-		}
-		s.mu.Lock()
-		s.touch(f)
-		s.mu.Unlock()
-		n := 0
-		for _, seg := range segs {
-			n += len(seg)
-		}
-		// Nothing is tried again (FB-036): a client that is gone ends the flow,
-		// any other error concerns this datagram (FB-041).
-		switch err := s.handler.Reply(f.key, segs); {
-		case err == nil:
-			f.flow.Passed(false, n)
-		case errors.Is(err, syscall.ECONNREFUSED), errors.Is(err, net.ErrClosed):
-			return err
-		}
-		return nil
-	})
-	s.remove(f, false)
+		return
+	case errors.Is(err, net.ErrClosed):
+		s.remove(f)
+		return
+	case err != nil:
+		return // of one datagram; the next may be fine
+	}
+	s.mu.Lock()
+	live := f.elem != nil
+	s.touch(f)
+	s.mu.Unlock()
+	if !live {
+		return // it has ended meanwhile
+	}
+	// Nothing is tried again (FB-036): a client that is gone ends the flow, any
+	// other error concerns single datagrams (FB-041).
+	n, err := s.handler.Reply(f.key, datagrams)
+	f.flow.Passed(false, n)
+	if errors.Is(err, syscall.ECONNREFUSED) || errors.Is(err, net.ErrClosed) {
+		s.remove(f)
+	}
 }
 
-// remove ends f unless somebody has.
-func (s *Sessions) remove(f *udpSession, evicted bool) {
+// remove ends f unless somebody has, and reports whether it did.
+func (s *Sessions) remove(f *udpSession) bool {
 	s.mu.Lock()
 	ours := s.takeOut(f)
 	s.mu.Unlock()
 	if ours {
-		f.end(evicted)
+		f.end(false)
 	}
+	return ours
 }
 
 // takeOut removes f from the table and reports whether it was there. s.mu is
@@ -300,7 +311,7 @@ func (s *Sessions) CloseWhere(meant func(UDPKey) bool) {
 	}
 }
 
-// Close ends all flows and waits for their goroutines. Closing again only waits.
+// Close ends all flows and waits for the sweeper. Closing again only waits.
 func (s *Sessions) Close() {
 	s.mu.Lock()
 	was := s.closed

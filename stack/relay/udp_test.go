@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
-	"slices"
 	"sync"
 	"syscall"
 	"testing"
@@ -33,35 +32,46 @@ type datagramEnd struct {
 }
 
 type saying struct {
-	segs [][]byte
-	err  error
+	datagrams []Datagram
+	err       error
 }
 
-func (d *datagramEnd) Write(b []byte) (int, error) {
+// says is what the guest sends in one go.
+func says(texts ...string) (s saying) {
+	for _, t := range texts {
+		s.datagrams = append(s.datagrams, Datagram{[]byte(t[:len(t)/2]), []byte(t[len(t)/2:])})
+	}
+	return s
+}
+
+func (d *datagramEnd) Write(datagrams [][]byte) (n int, err error) {
 	d.table.mu.Lock()
 	defer d.table.mu.Unlock()
 	if d.closed > 0 {
 		return 0, net.ErrClosed
 	}
-	if err := d.failNext; err != nil {
-		d.failNext = nil
-		return 0, err
+	for i, b := range datagrams {
+		if err := d.failNext; err != nil {
+			d.failNext = nil
+			return i, err
+		}
+		d.wrote = append(d.wrote, string(b))
 	}
-	d.wrote = append(d.wrote, string(b))
-	return len(b), nil
+	return len(datagrams), nil
 }
 
-func (d *datagramEnd) Receive(deliver func([][]byte, error) error) error {
-	for {
-		select {
-		case s := <-d.say:
-			if err := deliver(s.segs, s.err); err != nil {
-				return err
+func (d *datagramEnd) Receive(deliver func([]Datagram, error)) {
+	go func() {
+		for {
+			select {
+			case s := <-d.say:
+				deliver(s.datagrams, s.err)
+			case <-d.closing:
+				deliver(nil, net.ErrClosed)
+				return
 			}
-		case <-d.closing:
-			return net.ErrClosed
 		}
-	}
+	}()
 }
 
 func (d *datagramEnd) LocalAddr() string { return "198.18.0.1:1024" }
@@ -118,14 +128,17 @@ func (h *datagramTable) Open(k UDPKey) (UDPFlow, error) {
 	return d, nil
 }
 
-func (h *datagramTable) Reply(k UDPKey, segs [][]byte) error {
+func (h *datagramTable) Reply(k UDPKey, datagrams []Datagram) (bytes int, err error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if h.reply != nil {
-		return h.reply
+		return 0, h.reply
 	}
-	h.replies = append(h.replies, fmt.Sprintf("%s %s: %s", k.Client, k.Local, slices.Concat(segs...)))
-	return nil
+	for _, d := range datagrams {
+		h.replies = append(h.replies, fmt.Sprintf("%s %s: %s%s", k.Client, k.Local, d[0], d[1]))
+		bytes += len(d[0]) + len(d[1])
+	}
+	return bytes, nil
 }
 
 func (h *datagramTable) Refused(k UDPKey) {
@@ -148,7 +161,7 @@ func bubble(t *testing.T, idle time.Duration, max int, test func(t *testing.T, h
 			assert.Equal(t, 1, d.ended)
 			assert.GreaterOrEqual(t, d.closed, 1)
 		}
-		assert.ErrorIs(t, h.Deliver(key(1), []byte("late")), net.ErrClosed)
+		assert.ErrorIs(t, refusal(h, key(1)), net.ErrClosed)
 	})
 }
 
@@ -161,7 +174,15 @@ func key(i int) UDPKey {
 
 func mustDeliver(tb testing.TB, h *datagramTable, k UDPKey, b string) {
 	tb.Helper()
-	require.NoError(tb, h.Deliver(k, []byte(b)))
+	n, err := h.Deliver(k, [][]byte{[]byte(b)})
+	require.NoError(tb, err)
+	require.Equal(tb, 1, n)
+}
+
+// refusal is why a datagram is not taken.
+func refusal(h *datagramTable, k UDPKey) error {
+	_, err := h.Deliver(k, [][]byte{[]byte("lost")})
+	return err
 }
 
 // One flow for each client, socket and local address; replies go to that client
@@ -179,7 +200,7 @@ func TestFB037FB038ReplyToItsClient(t *testing.T) {
 		require.Len(t, h.opened, 4)
 		assert.Equal(t, []string{"0", "4"}, h.opened[0].wrote)
 		for _, o := range h.opened {
-			o.say <- saying{segs: [][]byte{[]byte("pi"), []byte("ng")}}
+			o.say <- says("ping")
 		}
 		synctest.Wait()
 		assert.ElementsMatch(t, []string{
@@ -199,7 +220,7 @@ func TestFB033Idle(t *testing.T) {
 		time.Sleep(idle - time.Second)
 		mustDeliver(t, h, key(1), "b")
 		time.Sleep(idle - time.Second)
-		h.opened[0].say <- saying{segs: [][]byte{{}}}
+		h.opened[0].say <- says("")
 		time.Sleep(idle - time.Second)
 		mustDeliver(t, h, key(1), "c")
 		require.Len(t, h.opened, 1, "refreshed both ways")
@@ -225,7 +246,7 @@ func TestFB034IdleOfEach(t *testing.T) {
 		}
 		for range 9 {
 			time.Sleep(10 * time.Second)
-			h.opened[0].say <- saying{segs: [][]byte{[]byte("tick")}}
+			h.opened[0].say <- says("tick")
 		}
 		synctest.Wait()
 		assert.Equal(t, 1, h.Len())
@@ -241,7 +262,7 @@ func TestFB031EvictsTheIdlest(t *testing.T) {
 		}
 		mustDeliver(t, h, key(0), "again")
 		time.Sleep(time.Second)
-		h.opened[1].say <- saying{segs: [][]byte{{}}}
+		h.opened[1].say <- says("")
 		synctest.Wait()
 		mustDeliver(t, h, key(3), "new")
 		assert.Equal(t, 3, h.Len())
@@ -260,7 +281,7 @@ func TestFB036ClientGone(t *testing.T) {
 	bubble(t, time.Hour, 3, func(t *testing.T, h *datagramTable) {
 		mustDeliver(t, h, key(1), "x")
 		h.reply = syscall.ECONNREFUSED
-		h.opened[0].say <- saying{segs: [][]byte{[]byte("to nobody")}}
+		h.opened[0].say <- says("to nobody")
 		synctest.Wait()
 		assert.Zero(t, h.Len())
 		assert.Equal(t, 1, h.opened[0].closed)
@@ -275,14 +296,14 @@ func TestFB041OneBadDatagram(t *testing.T) {
 		d := h.opened[0]
 		for _, err := range []error{syscall.EPERM, syscall.ENETUNREACH, syscall.ENOBUFS, errors.New("would block")} {
 			h.reply = err
-			d.say <- saying{segs: [][]byte{[]byte("lost")}}
+			d.say <- says("lost")
 			d.say <- saying{err: err}
 			synctest.Wait()
 			d.failNext = err
-			require.ErrorIs(t, h.Deliver(key(1), []byte("lost")), err)
+			require.ErrorIs(t, refusal(h, key(1)), err)
 		}
 		h.reply = nil
-		d.say <- saying{segs: [][]byte{[]byte("fine")}}
+		d.say <- says("fine")
 		synctest.Wait()
 		mustDeliver(t, h, key(1), "")
 		require.Len(t, h.opened, 1)
@@ -337,7 +358,7 @@ func TestEndpointThatBroke(t *testing.T) {
 func TestOpenFails(t *testing.T) {
 	bubble(t, time.Hour, 10, func(t *testing.T, h *datagramTable) {
 		h.openErr = syscall.EADDRNOTAVAIL
-		assert.ErrorIs(t, h.Deliver(key(1), []byte("x")), syscall.EADDRNOTAVAIL)
+		assert.ErrorIs(t, refusal(h, key(1)), syscall.EADDRNOTAVAIL)
 		assert.Zero(t, h.Len())
 		h.openErr = nil
 		mustDeliver(t, h, key(1), "x")
@@ -353,7 +374,7 @@ func TestFB052EndsUnderTraffic(t *testing.T) {
 	for w := range 4 {
 		wg.Go(func() {
 			for i := range 2000 {
-				_ = h.Deliver(key(w*20+i%60), []byte("x"))
+				_, _ = h.Deliver(key(w*20+i%60), [][]byte{[]byte("x")})
 				if i%100 == 0 {
 					h.CloseWhere(func(k UDPKey) bool { return k.Client.Port()%2 == 0 })
 				}
@@ -372,7 +393,7 @@ func TestFB052EndsUnderTraffic(t *testing.T) {
 			d := h.opened[n-1-i%min(n, 50)]
 			h.mu.Unlock()
 			select {
-			case d.say <- saying{segs: [][]byte{[]byte("y")}}:
+			case d.say <- says("y"):
 			case <-d.closing:
 			}
 		}

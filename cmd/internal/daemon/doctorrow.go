@@ -13,6 +13,7 @@ import (
 
 	"github.com/culvertnet/culvert/reconcile"
 	"github.com/culvertnet/culvert/stack/listener"
+	"github.com/culvertnet/culvert/stack/relay"
 )
 
 // walkHost walks from the host's socket to the listener, and says whether the way
@@ -166,37 +167,33 @@ var errHeard = errors.New("an answer")
 // held against one.
 func tryUDP(ctx context.Context, w *walk, c *checkup, to netip.AddrPort) {
 	conn, err := c.link.DialUDP(to)
-	if err == nil {
-		if _, err = conn.Write(nil); err != nil {
-			_ = conn.Close()
-		}
-	}
 	if err != nil {
 		w.say(atGuestPort, stepUnknown, err.Error(), "")
 		return
 	}
+	defer conn.Close()
 	heard := make(chan error, 1)
-	go func() {
-		heard <- conn.Receive(func(_ [][]byte, err error) error {
-			if err == nil {
-				err = errHeard
-			}
-			return err
-		})
-	}()
+	conn.Receive(func(_ []relay.Datagram, err error) {
+		if err == nil {
+			err = errHeard
+		}
+		select {
+		case heard <- err:
+		default: // the first tells enough
+		}
+	})
+	if _, err := conn.Write([][]byte{nil}); err != nil {
+		w.say(atGuestPort, stepUnknown, err.Error(), "")
+		return
+	}
 	timeout := time.NewTimer(udpWithin)
 	defer timeout.Stop()
 	select {
 	case err = <-heard:
-		_ = conn.Close()
 	case <-timeout.C:
 		err = context.DeadlineExceeded
 	case <-ctx.Done():
 		err = ctx.Err()
-	}
-	if errors.Is(err, context.DeadlineExceeded) || errors.Is(err, context.Canceled) {
-		_ = conn.Close()
-		<-heard
 	}
 	switch {
 	case errors.Is(err, errHeard):
