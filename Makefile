@@ -84,7 +84,7 @@ bench-peers: need-go
 	what='$(PEERS)|$(PEERS_ONCE)'; \
 	for i in $$(seq $(ROUNDS)); do echo "round $$i of $(ROUNDS)"; \
 		(cd bench && CULVERT_BENCH_PEERS=1 CULVERT_BENCH_SECONDS=1 ../$$dir/bench.test -test.run '^$$' \
-			-test.bench "$$what" -test.benchtime 1x -test.timeout 10m) > $$dir/round-$$i.txt; what='$(PEERS)'; done
+			-test.bench "^Benchmark($$what)\$$" -test.benchtime 1x -test.timeout 10m) > $$dir/round-$$i.txt; what='$(PEERS)'; done
 
 bench-smoke: need-go
 	CULVERT_BENCH_SECONDS=1 go test -run '^$$' -bench . -benchtime 1x -timeout 20m ./bench

@@ -38,7 +38,7 @@ type bed struct {
 	client      string              // where the client finds it
 	port        int                 // for both TCP and UDP
 	serve       func(testing.TB)    // starts a server for one run of iperf3; nil: one is there for all
-	publish     func(int) error     // publishes a port of TCP under its own number; nil: it cannot while it runs
+	publish     func(int) error     // on the host publishes a port of TCP under its own number; nil: cannot while it runs
 	relay       processes           // nil: the kernel's
 	forwarder   *stack.Forwarder    // culvert's
 	stack       *netstack.Stack     // culvert's
@@ -172,7 +172,7 @@ func mustRelay(tb testing.TB, att datapath.Attachment, node, gateway string, pat
 	}
 	b.publish = func(port int) error { return b.put(own(port)) }
 	for _, proto := range []string{"tcp", "udp"} {
-		require.NoError(tb, b.put(fmt.Sprintf("127.0.0.1:%d:%d/%s", publishedPort, guestPort, proto)))
+		b.mustPut(tb, fmt.Sprintf("127.0.0.1:%d:%d/%s", publishedPort, guestPort, proto))
 	}
 	return b
 }
@@ -183,20 +183,24 @@ func own(port int) string { return fmt.Sprintf("127.0.0.1:%d:%d", port, port) }
 // publishedPort is guestPort's on the host.
 const publishedPort = 15201
 
-// put has culvert publish text, in Docker's form.
+// put has culvert publish text, in Docker's form, in the namespace it is called in.
 func (b *bed) put(text string) error {
 	spec, err := listener.ParseSpec(text)
 	if err != nil {
 		return err
 	}
 	spec.Target.VM = "guest"
-	return b.host.Do(func() error {
-		o := b.forwarder.Publish(context.Background(), listener.Owner{Kind: listener.KindCLI, ID: text}, []listener.Spec{spec})[0]
-		if o.State != listener.Forwarded {
-			return fmt.Errorf("%s: %s: %s", text, o.State, o.Detail)
-		}
-		return nil
-	})
+	o := b.forwarder.Publish(context.Background(), listener.Owner{Kind: listener.KindCLI, ID: text}, []listener.Spec{spec})[0]
+	if o.State != listener.Forwarded {
+		return fmt.Errorf("%s: %s: %s", text, o.State, o.Detail)
+	}
+	return nil
+}
+
+// mustPut does so on the bed's host.
+func (b *bed) mustPut(tb testing.TB, text string) {
+	tb.Helper()
+	require.NoError(tb, b.host.Do(func() error { return b.put(text) }))
 }
 
 // take has culvert withdraw text.
@@ -212,7 +216,7 @@ func (b *bed) another(tb testing.TB, n int) *bed {
 	other.port += n
 	other.serverPort += n
 	if b.forwarder != nil {
-		require.NoError(tb, b.put(fmt.Sprintf("127.0.0.1:%d:%d", other.port, other.serverPort)))
+		b.mustPut(tb, fmt.Sprintf("127.0.0.1:%d:%d", other.port, other.serverPort))
 	}
 	return &other
 }

@@ -8,6 +8,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -141,14 +142,16 @@ func (b *bed) start(tb testing.TB, cmd *exec.Cmd) {
 	b.relay = append(b.relay, cmd.Process.Pid)
 }
 
-// startProgram starts one in ns that ends with the benchmark.
+// startProgram starts one in ns that ends with the benchmark, and so do those that
+// it starts.
 func startProgram(tb testing.TB, ns *datapathtest.NetNS, cmd *exec.Cmd) {
 	tb.Helper()
 	said := new(bytes.Buffer)
 	cmd.Stdout, cmd.Stderr = said, said
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
 	require.NoError(tb, ns.Do(cmd.Start))
 	tb.Cleanup(func() {
-		_ = cmd.Process.Kill()
+		_ = syscall.Kill(-cmd.Process.Pid, syscall.SIGKILL)
 		_ = cmd.Wait() // killed
 		if tb.Failed() {
 			tb.Logf("%s: %s", cmd, said)

@@ -26,11 +26,16 @@ func BenchmarkPublish(b *testing.B) {
 			took := make([]time.Duration, ports)
 			before := bed.relay.resident(b)
 			all := time.Now()
-			for i := range took {
-				start := time.Now()
-				bed.check(b, bed.publish(from+i))
-				took[i] = time.Since(start)
-			}
+			bed.check(b, bed.host.Do(func() error {
+				for i := range took {
+					start := time.Now()
+					if err := bed.publish(from + i); err != nil {
+						return err
+					}
+					took[i] = time.Since(start)
+				}
+				return nil
+			}))
 			b.ReportMetric(ms(time.Since(all)), "publish-ms")
 			b.ReportMetric(median(took), "publish-p50-µs")
 			b.ReportMetric(float64(bed.relay.resident(b)-before)/1e6, "MB")

@@ -30,6 +30,7 @@ const (
 var vmPaths = []path{
 	{"qemu-user", true, openQEMUUser},
 	{"culvert-stream", false, openStream},
+	{"culvert-unixgram", false, openUnixgram},
 	{"culvert-vhost-user", false, openVhostUser},
 }
 
@@ -70,6 +71,17 @@ func openStream(tb testing.TB) *bed {
 	tb.Helper()
 	sock := socketPath(tb)
 	return openVM(tb, "qemu:unix:"+sock, "-netdev", "stream,id=n0,server=off,addr.type=unix,addr.path="+sock)
+}
+
+// openUnixgram is culvert behind QEMU's dgram netdev.
+//
+//	client ── listener ── netstack ── a datagram a frame ── virtio-net of QEMU ── server
+//	          this process
+func openUnixgram(tb testing.TB) *bed {
+	tb.Helper()
+	ours, theirs := socketPath(tb), socketPath(tb)
+	return openVM(tb, "unixgram:"+ours,
+		"-netdev", "dgram,id=n0,local.type=unix,local.path="+theirs+",remote.type=unix,remote.path="+ours)
 }
 
 // openVhostUser is culvert as the VM's NIC.

@@ -17,15 +17,35 @@ import (
 // A datagram starts with the time of its sending, in nanoseconds.
 const udpHeader = 8
 
-// roleSink ADDR: counts datagrams until its standard input ends and prints how
-// many, over how many seconds, and their jitter in microseconds: the mean difference
-// between the times that one and the one before were under way (RFC 3550, 6.4.1,
-// not smoothed).
+// roleSink ADDR: counts the datagrams that come to ADDR until its standard input ends
+// and prints how many, over how many seconds, and their jitter in microseconds: the
+// mean difference between the times that one and the one before were under way
+// (RFC 3550, 6.4.1, not smoothed).
 func roleSink(args []string) error {
 	c, err := net.ListenPacket("udp4", args[0])
 	if err != nil {
 		return err
 	}
+	return sink(c)
+}
+
+// roleAsk ADDR: is a sink for what a roleAnswer at ADDR sends it.
+func roleAsk(args []string) error {
+	to, err := net.ResolveUDPAddr("udp4", args[0])
+	if err != nil {
+		return err
+	}
+	c, err := net.ListenPacket("udp4", ":0")
+	if err != nil {
+		return err
+	}
+	if _, err := c.WriteTo(make([]byte, udpHeader), to); err != nil {
+		return err
+	}
+	return sink(c)
+}
+
+func sink(c net.PacketConn) error {
 	go func() {
 		_, _ = io.Copy(io.Discard, os.Stdin)
 		_ = c.Close()
@@ -66,34 +86,56 @@ func roleSink(args []string) error {
 // roleBlast ADDR SIZE RATE SECONDS: sends datagrams of SIZE bytes, RATE a second in
 // one burst a millisecond, or with 0 as many as it can, and prints how many it sent.
 func roleBlast(args []string) error {
-	var n [3]int
-	for i := range n {
-		var err error
-		if n[i], err = strconv.Atoi(args[1+i]); err != nil {
-			return err
-		}
-	}
-	size, rate, secs := n[0], n[1], n[2]
 	c, err := net.Dial("udp4", args[0])
 	if err != nil {
 		return err
 	}
 	defer c.Close()
 	fmt.Println("ready")
+	return blast(c, c.Write, args[1:])
+}
+
+// roleAnswer ADDR SIZE RATE SECONDS: does so to who sends ADDR the first datagram.
+func roleAnswer(args []string) error {
+	c, err := net.ListenPacket("udp4", args[0])
+	if err != nil {
+		return err
+	}
+	defer c.Close()
+	fmt.Println("ready")
+	if err := c.SetDeadline(time.Now().Add(patience)); err != nil {
+		return err
+	}
+	_, from, err := c.ReadFrom(make([]byte, udpHeader))
+	if err != nil {
+		fmt.Println(0)
+		return err
+	}
+	return blast(c, func(b []byte) (int, error) { return c.WriteTo(b, from) }, args[1:])
+}
+
+func blast(c interface{ SetDeadline(time.Time) error }, write func([]byte) (int, error), args []string) error {
+	var n [3]int
+	for i := range n {
+		var err error
+		if n[i], err = strconv.Atoi(args[i]); err != nil {
+			return err
+		}
+	}
+	size, rate, length := n[0], float64(n[1]), time.Duration(n[2])*time.Second
 	payload := make([]byte, max(size, udpHeader))
 	sent := 0
 	start := time.Now()
-	length := time.Duration(secs) * time.Second
 	if err := c.SetDeadline(start.Add(length)); err != nil { // it blocks on a relay that has stopped reading
 		return err
 	}
 	for now := start; now.Sub(start) < length; now = time.Now() {
-		if rate > 0 && sent >= int(now.Sub(start).Seconds()*float64(rate)) {
+		if rate > 0 && float64(sent) >= now.Sub(start).Seconds()*rate {
 			time.Sleep(time.Millisecond)
 			continue
 		}
 		binary.BigEndian.PutUint64(payload, uint64(now.UnixNano()))
-		if _, err := c.Write(payload); err == nil { // an ICMP error of an earlier one is a loss like any
+		if _, err := write(payload); err == nil { // an ICMP error of an earlier one is a loss like any
 			sent++
 		}
 	}

@@ -13,30 +13,41 @@ import (
 const moderateRate = 20_000
 
 // BenchmarkUDP sends datagrams through a published port to a guest that counts them.
-func BenchmarkUDP(b *testing.B) {
+func BenchmarkUDP(b *testing.B) { benchUDP(b, false) }
+
+// BenchmarkUDPReplies has the guest send them, to a client that asked with one.
+func BenchmarkUDPReplies(b *testing.B) { benchUDP(b, true) }
+
+func benchUDP(b *testing.B, replies bool) {
 	eachPath(b, func(b *testing.B, bed *bed) {
 		for _, size := range []int{64, 1400} {
-			for _, rate := range []int{0, moderateRate} {
-				name := fmt.Sprintf("size=%d/rate=%d", size, rate)
-				if rate == 0 {
-					name = fmt.Sprintf("size=%d/rate=full", size)
-				}
-				b.Run(name, func(b *testing.B) { measureUDP(b, bed, size, rate) })
-			}
+			b.Run(fmt.Sprintf("size=%d", size), func(b *testing.B) {
+				b.Run("rate=full", func(b *testing.B) { measureUDP(b, bed, replies, size, 0) })
+				b.Run(fmt.Sprintf("rate=%d", moderateRate), func(b *testing.B) { measureUDP(b, bed, replies, size, moderateRate) })
+			})
 		}
 	})
 }
 
-func measureUDP(b *testing.B, bed *bed, size, rate int) {
+func measureUDP(b *testing.B, bed *bed, replies bool, size, rate int) {
 	cpu := bed.relay.cpu(b)
+	work := []string{strconv.Itoa(size), strconv.Itoa(rate), strconv.Itoa(seconds)}
 	var arrived, perSecond, sent, jitter float64
 	for b.Loop() {
-		sink := startRole(b, bed.guest, "sink", bed.inGuest())
-		sent += runClient(b, bed, "blast", bed.address(), strconv.Itoa(size), strconv.Itoa(rate), strconv.Itoa(seconds))[0]
+		var from, to *role
+		if replies {
+			from = startRole(b, bed.guest, "answer", append([]string{bed.inGuest()}, work...)...)
+			to = startClient(b, bed, "ask", bed.address())
+		} else {
+			to = startRole(b, bed.guest, "sink", bed.inGuest())
+			from = startClient(b, bed, "blast", append([]string{bed.address()}, work...)...)
+		}
+		sent += from.line(b)[0]
+		from.stop()
 		time.Sleep(100 * time.Millisecond) // for what is still under way
-		_ = sink.in.Close()
-		v := sink.line(b)
-		sink.stop()
+		_ = to.in.Close()
+		v := to.line(b)
+		to.stop()
 		if v[0] < 2 {
 			bed.check(b, fmt.Errorf("%v datagrams arrived", v[0]))
 		}
