@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"slices"
 	"sync"
 
 	"github.com/culvertnet/culvert/stack/listener"
@@ -36,25 +35,10 @@ type Static struct {
 	// mu is held while a change is applied: the loop must hear of snapshots in
 	// the order they were made.
 	mu    sync.Mutex
-	wants []publish // in the order of asking
+	wants []*publish // in the order of asking
+	byKey map[publishKey]*publish
+	owned map[listener.Owner]*publish
 }
-
-// A publish is one that is wanted.
-type publish struct {
-	publishKey
-	id   string // of its owner
-	spec listener.Spec
-}
-
-// A publishKey makes a publish what it is: asked for again with the same key but
-// another listener.Source, it replaces the former.
-type publishKey struct{ kind, vm, text string }
-
-func keyOf(kind string, s listener.Spec) publishKey {
-	return publishKey{kind, s.Target.VM, s.String()}
-}
-
-func (p publish) owner() listener.Owner { return listener.Owner{Kind: p.kind, ID: p.id} }
 
 // Published is what became of one publish.
 type Published struct {
@@ -63,7 +47,9 @@ type Published struct {
 }
 
 // NewStatic returns a Static that wants nothing yet.
-func NewStatic(loop *Loop) *Static { return &Static{loop: loop} }
+func NewStatic(loop *Loop) *Static {
+	return &Static{loop: loop, byKey: make(map[publishKey]*publish), owned: make(map[listener.Owner]*publish)}
+}
 
 // SetConfig makes the publishes of the config file exactly specs, each naming
 // its VM. Those that were there are not touched (C-2), one that is repeated
@@ -75,10 +61,13 @@ func (s *Static) SetConfig(ctx context.Context, specs ...listener.Spec) ([]Publi
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	wants := slices.DeleteFunc(slices.Clone(s.wants), func(p publish) bool {
-		return p.kind == listener.KindConfig && !wanted[p.publishKey]
-	})
-	return s.add(ctx, wants, listener.KindConfig, specs)
+	c := s.change()
+	for _, p := range s.wants {
+		if p.kind == listener.KindConfig && !wanted[p.publishKey] {
+			c.drop(p)
+		}
+	}
+	return s.add(ctx, c, listener.KindConfig, specs)
 }
 
 // Add adds publishes of the CLI, each naming its VM. Adding one that is there
@@ -86,26 +75,19 @@ func (s *Static) SetConfig(ctx context.Context, specs ...listener.Spec) ([]Publi
 func (s *Static) Add(ctx context.Context, specs ...listener.Spec) ([]Published, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return s.add(ctx, slices.Clone(s.wants), listener.KindCLI, specs)
+	return s.add(ctx, s.change(), listener.KindCLI, specs)
 }
 
-// add applies wants and specs together. It may change wants.
-func (s *Static) add(ctx context.Context, wants []publish, kind string, specs []listener.Spec) ([]Published, error) {
+// add applies c with specs put into it. mu is held.
+func (s *Static) add(ctx context.Context, c *change, kind string, specs []listener.Spec) ([]Published, error) {
 	owners := make([]listener.Owner, len(specs))
 	for i, spec := range specs {
 		if spec.Target.VM == "" {
 			return nil, fmt.Errorf("add publish %s: %w", spec.String(), errNoVM)
 		}
-		key := keyOf(kind, spec)
-		at := slices.IndexFunc(wants, func(p publish) bool { return p.publishKey == key })
-		if at < 0 {
-			at = len(wants)
-			wants = append(wants, publish{key, newID(wants, key), spec})
-		}
-		wants[at].spec = spec
-		owners[i] = wants[at].owner()
+		owners[i] = c.put(kind, spec).owner()
 	}
-	outcomes, err := s.apply(ctx, wants, owners...)
+	outcomes, err := s.apply(ctx, c, owners...)
 	if err != nil {
 		return nil, err
 	}
@@ -119,33 +101,21 @@ func (s *Static) add(ctx context.Context, wants []publish, kind string, specs []
 	return all, nil
 }
 
-// newID returns the id of the owner of a publish that joins wants.
-func newID(wants []publish, key publishKey) string {
-	for _, p := range wants {
-		if p.kind == key.kind && p.id == key.text {
-			return key.vm + "/" + key.text
-		}
-	}
-	return key.text
-}
-
 // Remove takes back publishes of the CLI. When it returns their ports are free
 // (C-4). Those it does not know, which is no error, are returned: Owner tells
 // whether the config file has them.
 func (s *Static) Remove(ctx context.Context, specs ...listener.Spec) (unknown []listener.Spec, err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	wants := slices.Clone(s.wants)
+	c := s.change()
 	for _, spec := range specs {
-		key := keyOf(listener.KindCLI, spec)
-		at := slices.IndexFunc(wants, func(p publish) bool { return p.publishKey == key })
-		if at < 0 {
+		if p := c.find(keyOf(listener.KindCLI, spec)); p != nil {
+			c.drop(p)
+		} else {
 			unknown = append(unknown, spec)
-			continue
 		}
-		wants = slices.Delete(wants, at, at+1)
 	}
-	if _, err := s.apply(ctx, wants); err != nil {
+	if _, err := s.apply(ctx, c); err != nil {
 		return nil, err
 	}
 	return unknown, nil
@@ -154,27 +124,26 @@ func (s *Static) Remove(ctx context.Context, specs ...listener.Spec) (unknown []
 // Owner returns the owner of a publish of kind (listener.KindConfig or KindCLI)
 // and whether there is one.
 func (s *Static) Owner(kind string, spec listener.Spec) (listener.Owner, bool) {
-	key := keyOf(kind, spec)
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	for _, p := range s.wants {
-		if p.publishKey == key {
-			return p.owner(), true
-		}
+	if p := s.byKey[keyOf(kind, spec)]; p != nil {
+		return p.owner(), true
 	}
 	return listener.Owner{}, false
 }
 
-// apply makes wants what is wanted, unless the loop takes it no more.
-func (s *Static) apply(ctx context.Context, wants []publish, ask ...listener.Owner) (map[listener.Owner][]listener.Outcome, error) {
-	snap := Snapshot{Source: staticName}
-	for _, p := range wants {
-		snap.Wants = append(snap.Wants, Want{Owner: p.owner(), Specs: []listener.Spec{p.spec}})
+// apply makes what c leaves what is wanted, unless the loop takes it no more.
+// mu is held.
+func (s *Static) apply(ctx context.Context, c *change, ask ...listener.Owner) (map[listener.Owner][]listener.Outcome, error) {
+	wants := c.wants()
+	snap := Snapshot{Source: staticName, Wants: make([]Want, len(wants))}
+	for i, p := range wants {
+		snap.Wants[i] = Want{Owner: p.owner(), Specs: p.specs}
 	}
 	outcomes, err := s.loop.Apply(ctx, snap, ask...)
 	if err != nil {
 		return nil, err
 	}
-	s.wants = wants
+	c.commit(wants)
 	return outcomes, nil
 }

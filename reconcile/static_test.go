@@ -3,7 +3,10 @@ package reconcile
 import (
 	"context"
 	"fmt"
+	"log/slog"
+	"math/rand/v2"
 	"os"
+	"slices"
 	"sync"
 	"testing"
 	"testing/synctest"
@@ -175,4 +178,103 @@ func TestStaticConcurrentChangesAllCount(t *testing.T) {
 		clients.Wait()
 		assert.Len(t, p.has(), 25)
 	})
+}
+
+// What Static does is what a plain list does that is changed in place, whatever
+// is asked of it, and a call that fails is as if it had not been made.
+func TestStaticIsAList(t *testing.T) {
+	type entry struct {
+		kind, id string
+		spec     listener.Spec
+	}
+	r := rand.New(rand.NewPCG(1, 2))
+	some := func() []listener.Spec {
+		specs := make([]listener.Spec, r.IntN(6))
+		for i := range specs {
+			specs[i] = mustSpec(t, fmt.Sprint("vm", r.IntN(3)), fmt.Sprintf("%d:80", 1+r.IntN(5)))
+			specs[i].Source = listener.Source(r.IntN(2))
+		}
+		return specs
+	}
+	var list []entry
+	same := func(kind string, s listener.Spec) func(entry) bool {
+		return func(e entry) bool {
+			return e.kind == kind && e.spec.Target.VM == s.Target.VM && e.spec.String() == s.String()
+		}
+	}
+	add := func(kind string, specs []listener.Spec) (owners []listener.Owner) {
+		for _, s := range specs {
+			at := slices.IndexFunc(list, same(kind, s))
+			if at < 0 {
+				id := s.String()
+				if slices.ContainsFunc(list, func(e entry) bool { return e.kind == kind && e.id == id }) {
+					id = s.Target.VM + "/" + id
+				}
+				at = len(list)
+				list = append(list, entry{kind: kind, id: id})
+			}
+			list[at].spec = s
+			owners = append(owners, listener.Owner{Kind: kind, ID: list[at].id})
+		}
+		return owners
+	}
+	ownersOf := func(all []Published) (owners []listener.Owner) {
+		for _, p := range all {
+			owners = append(owners, p.Owner)
+		}
+		return owners
+	}
+	loop := NewLoop(newPublisher(), slog.New(slog.DiscardHandler))
+	s := NewStatic(loop)
+	cancelled, cancel := context.WithCancel(t.Context())
+	cancel()
+	for range 2000 {
+		specs := some()
+		switch r.IntN(4) {
+		case 0:
+			all, err := s.Add(t.Context(), specs...)
+			require.NoError(t, err)
+			require.Equal(t, add(listener.KindCLI, specs), ownersOf(all))
+		case 1:
+			list = slices.DeleteFunc(list, func(e entry) bool {
+				return e.kind == listener.KindConfig && !slices.ContainsFunc(specs, func(s listener.Spec) bool { return same(e.kind, s)(e) })
+			})
+			all, err := s.SetConfig(t.Context(), specs...)
+			require.NoError(t, err)
+			require.Equal(t, add(listener.KindConfig, specs), ownersOf(all))
+		case 2:
+			var want []listener.Spec
+			for _, s := range specs {
+				if at := slices.IndexFunc(list, same(listener.KindCLI, s)); at >= 0 {
+					list = slices.Delete(list, at, at+1)
+				} else {
+					want = append(want, s)
+				}
+			}
+			unknown, err := s.Remove(t.Context(), specs...)
+			require.NoError(t, err)
+			require.Equal(t, want, unknown)
+		case 3:
+			_, err := s.Add(cancelled, specs...)
+			require.Error(t, err)
+			_, err = s.SetConfig(cancelled, specs...)
+			require.Error(t, err)
+			_, err = s.Remove(cancelled, specs...)
+			require.Error(t, err)
+		}
+		for _, kind := range []string{listener.KindConfig, listener.KindCLI} {
+			for _, spec := range specs {
+				o, has := s.Owner(kind, spec)
+				at := slices.IndexFunc(list, same(kind, spec))
+				require.Equal(t, at >= 0, has)
+				require.True(t, !has || o == listener.Owner{Kind: kind, ID: list[at].id})
+			}
+		}
+		if len(loop.snaps) > 0 {
+			require.Len(t, loop.snaps[0].Wants, len(list))
+			for i, w := range loop.snaps[0].Wants {
+				require.Equal(t, Want{Owner: listener.Owner{Kind: list[i].kind, ID: list[i].id}, Specs: []listener.Spec{list[i].spec}}, w)
+			}
+		}
+	}
 }
