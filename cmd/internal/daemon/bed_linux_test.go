@@ -74,7 +74,7 @@ var metricsAt = regexp.MustCompile(`msg="serving metrics" listen=(\S+)`)
 
 // start runs a daemon with a config to which the API's socket and the metrics are
 // added, and returns when it serves.
-func start(t *testing.T, config string) *bed {
+func start(t testing.TB, config string) *bed {
 	t.Helper()
 	noLeaks(t)
 	socket := filepath.Join(t.TempDir(), "api.sock")
@@ -123,7 +123,7 @@ func start(t *testing.T, config string) *bed {
 }
 
 // noLeaks fails the test when its end leaves a goroutine.
-func noLeaks(t *testing.T) {
+func noLeaks(t testing.TB) {
 	t.Helper()
 	before := runtime.NumGoroutine()
 	t.Cleanup(func() {
@@ -161,7 +161,7 @@ func (p mutablePair) WriteBatch(frames []datapath.Frame) (int, error) {
 
 // attach gives the daemon a guest that echoes at TCP port 80 and has no other
 // port, and waits until the VM is ready.
-func (b *bed) attach(t *testing.T, vm string) *guestEnd {
+func (b *bed) attach(t testing.TB, vm string) *guestEnd {
 	t.Helper()
 	offloads := virtio.OffloadCSum | virtio.OffloadTSO4
 	ours, theirs := memory.Pair(memory.Options{ToGuest: offloads, FromGuest: offloads})
@@ -199,7 +199,7 @@ func (b *bed) attach(t *testing.T, vm string) *guestEnd {
 	return g
 }
 
-func (b *bed) vm(t *testing.T, name string) api.VM {
+func (b *bed) vm(t testing.TB, name string) api.VM {
 	t.Helper()
 	vms, err := b.client.VMs(t.Context())
 	require.NoError(t, err)
@@ -208,7 +208,7 @@ func (b *bed) vm(t *testing.T, name string) api.VM {
 	return vms[i]
 }
 
-func (b *bed) waitState(t *testing.T, vm, state string) {
+func (b *bed) waitState(t testing.TB, vm, state string) {
 	t.Helper()
 	require.Eventually(t, func() bool { return b.vm(t, vm).State == state }, patience, 20*time.Millisecond, "%s is not %s", vm, state)
 }
