@@ -106,6 +106,7 @@ func (s *Stack) DialUDP(dst netip.AddrPort) (relay.GuestPacketConn, error) {
 		return nil, fmt.Errorf("dial %s: %w", dst, wrapError(err))
 	}
 	c.ep = ep
+	_ = ep.SetSockOptInt(tcpip.MTUDiscoverOption, int(tcpip.PMTUDiscoveryDont)) // as udpHead has it; fails for no endpoint of UDP
 	if err := ep.Connect(fullAddress(dst)); err != nil {
 		c.Close()
 		return nil, fmt.Errorf("dial %s: %w", dst, wrapError(err))

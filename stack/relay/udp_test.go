@@ -405,3 +405,34 @@ func TestFB052EndsUnderTraffic(t *testing.T) {
 		require.Equal(t, 1, d.ended)
 	}
 }
+
+// A quietEnd takes everything and keeps nothing.
+type quietEnd struct{ deliver func([]Datagram, error) }
+
+func (e *quietEnd) Write(datagrams [][]byte) (int, error)   { return len(datagrams), nil }
+func (e *quietEnd) Receive(deliver func([]Datagram, error)) { e.deliver = deliver }
+func (e *quietEnd) Resumed() time.Time                      { return time.Time{} }
+func (e *quietEnd) LocalAddr() string                       { return "" }
+func (e *quietEnd) Close() error                            { return nil }
+func (e *quietEnd) Passed(bool, int)                        {}
+func (e *quietEnd) Ended(bool)                              {}
+func (e *quietEnd) Open(UDPKey) (UDPFlow, error)            { return e, nil }
+func (e *quietEnd) Reply(_ UDPKey, datagrams []Datagram) (bytes int, err error) {
+	return len(datagrams), nil
+}
+func (e *quietEnd) Refused(UDPKey) {}
+
+// A datagram of a flow that is there costs no allocation, either way.
+func TestDatagramsDoNotAllocate(t *testing.T) {
+	end := &quietEnd{}
+	s := NewSessions(end, time.Hour, 10)
+	defer s.Close()
+	toGuest, toHost := [][]byte{make([]byte, 64)}, []Datagram{{make([]byte, 64)}}
+	assert.Zero(t, testing.AllocsPerRun(100, func() {
+		if n, err := s.Deliver(key(1), toGuest); n != 1 || err != nil {
+			panic(err)
+		}
+		end.deliver(toHost, nil)
+	}))
+	assert.Equal(t, 1, s.Len())
+}
