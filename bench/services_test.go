@@ -23,8 +23,9 @@ import (
 // A closedGuest is a VM in which nobody listens.
 type closedGuest struct{}
 
-func (closedGuest) DialTCP(context.Context, netip.AddrPort) (relay.GuestConn, error) {
-	return nil, syscall.ECONNREFUSED
+func (closedGuest) StartTCP(_ netip.AddrPort, done func(relay.GuestConn, error)) func() {
+	done(nil, syscall.ECONNREFUSED)
+	return func() {}
 }
 
 func (closedGuest) DialUDP(netip.AddrPort) (relay.GuestPacketConn, error) {

@@ -6,11 +6,12 @@
 //
 //	listener.Group   accepts the client                      (package listener)
 //	Accepted         finds its row, starts its flow          tcp.go, flow.go
-//	serveTCP         dials the guest through the VM's stack  tcp.go
-//	relay.TCP        carries both streams                    (package relay)
+//	serveTCP         dials the guest through the VM's stack  tcp.go, dial.go
+//	relay.Start      carries both streams                    (package relay)
 //	flowTable.end    gives back its place                    flow.go
 //
-// and of a datagram:
+// None of it waits, and none has a goroutine of its own: each step is taken by
+// whoever brings the event it needs (package netstack, copy.go). And of a datagram:
 //
 //	listener.Group   says that a socket is readable
 //	Readable         reads datagrams                         udp.go

@@ -125,7 +125,22 @@ func (g *hostGuest) closedUDP(tb testing.TB, port uint16) {
 	g.udp[netip.AddrPortFrom(node, port)] = c.LocalAddr().String()
 }
 
-func (g *hostGuest) DialTCP(ctx context.Context, dst netip.AddrPort) (relay.GuestConn, error) {
+// StartTCP implements Guest.
+func (g *hostGuest) StartTCP(dst netip.AddrPort, done func(relay.GuestConn, error)) func() {
+	return start(g.dialTCP, dst, done)
+}
+
+// start runs a dial that waits in a goroutine, which ends when the dial does.
+func start(dial func(context.Context, netip.AddrPort) (relay.GuestConn, error), dst netip.AddrPort, done func(relay.GuestConn, error)) func() {
+	ctx, cancel := context.WithCancel(context.Background())
+	go func() {
+		defer cancel()
+		done(dial(ctx, dst))
+	}()
+	return cancel
+}
+
+func (g *hostGuest) dialTCP(ctx context.Context, dst netip.AddrPort) (relay.GuestConn, error) {
 	g.dialing.Add(1)
 	defer g.dialing.Add(-1)
 	switch dst.Port() {
@@ -162,10 +177,15 @@ type slowGuest struct {
 	delay time.Duration
 }
 
-func (g *slowGuest) DialTCP(ctx context.Context, dst netip.AddrPort) (relay.GuestConn, error) {
+// StartTCP implements Guest.
+func (g *slowGuest) StartTCP(dst netip.AddrPort, done func(relay.GuestConn, error)) func() {
+	return start(g.dialTCP, dst, done)
+}
+
+func (g *slowGuest) dialTCP(ctx context.Context, dst netip.AddrPort) (relay.GuestConn, error) {
 	select {
 	case <-time.After(g.delay):
-		return g.hostGuest.DialTCP(ctx, dst)
+		return g.hostGuest.dialTCP(ctx, dst)
 	case <-ctx.Done():
 		return nil, ctx.Err()
 	}
@@ -230,38 +250,33 @@ func (c *hostConn) told(err error) error {
 	return err
 }
 
-func (c *hostConn) ReadFrom(r io.Reader) (int64, error) {
-	buf := make([]byte, 32<<10)
-	for {
-		n, err := r.Read(buf)
-		if n > 0 {
-			if _, err := c.Write(buf[:n]); err != nil {
-				return 0, err
-			}
-		}
-		switch {
-		case err == io.EOF:
-			return 0, nil
-		case err != nil:
-			return 0, &relay.ClientError{Err: err}
-		}
-	}
+// Copy implements relay.GuestConn with a goroutine for each way.
+func (c *hostConn) Copy(client relay.Conn, ended func(relay.Half, error)) {
+	go func() {
+		ended(relay.HalfClient, copyAll(c, client, func(err error) error { return &relay.ClientError{Err: err} }, same))
+	}()
+	go func() {
+		ended(relay.HalfGuest, copyAll(client, c, same, func(err error) error { return &relay.ClientError{Err: err} }))
+	}()
 }
 
-func (c *hostConn) WriteTo(w io.Writer) (int64, error) {
+func same(err error) error { return err }
+
+// copyAll copies until src's end; errors of either side go through its function.
+func copyAll(dst io.Writer, src io.Reader, read, written func(error) error) error {
 	buf := make([]byte, 32<<10)
 	for {
-		n, err := c.Read(buf)
+		n, err := src.Read(buf)
 		if n > 0 {
-			if _, err := w.Write(buf[:n]); err != nil {
-				return 0, &relay.ClientError{Err: err}
+			if _, err := dst.Write(buf[:n]); err != nil {
+				return written(err)
 			}
 		}
 		switch {
 		case err == io.EOF:
-			return 0, nil
+			return nil
 		case err != nil:
-			return 0, err
+			return read(err)
 		}
 	}
 }

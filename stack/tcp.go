@@ -6,16 +6,10 @@ import (
 	"net"
 	"net/netip"
 	"syscall"
-	"time"
 
 	"github.com/culvertnet/culvert/stack/listener"
 	"github.com/culvertnet/culvert/stack/relay"
 )
-
-// leaveWatch is how long a dial runs before it is watched whether the client
-// leaves meanwhile: longer than any guest nearby takes to answer, so that the
-// usual flow pays nothing for it.
-const leaveWatch = 20 * time.Millisecond
 
 // Accepted implements listener.Handler: it gives the client its flow.
 func (f *Forwarder) Accepted(s *listener.Socket, c *listener.Conn) {
@@ -43,7 +37,7 @@ func (f *Forwarder) Accepted(s *listener.Socket, c *listener.Conn) {
 		c.Abort()
 		return
 	}
-	go f.serveTCP(fl, vm) // waited for by its row, which counts its flow
+	f.serveTCP(fl, vm)
 }
 
 // reserved reports whether c has one of the descriptors that are not for flows.
@@ -52,10 +46,7 @@ func (f *Forwarder) reserved(c *listener.Conn) (reserved bool) {
 	if most == 0 {
 		return false
 	}
-	raw, err := c.SyscallConn()
-	if err == nil {
-		err = raw.Control(func(fd uintptr) { reserved = fd >= most })
-	}
+	err := c.Control(func(fd uintptr) { reserved = fd >= most })
 	return reserved && err == nil
 }
 
@@ -68,71 +59,31 @@ func (r *row) target(vm *VM, index uint16) netip.AddrPort {
 	return netip.AddrPortFrom(addr, r.spec.Target.Addr.Port()+index)
 }
 
-// serveTCP carries one client's flow from the dial to its end.
+// serveTCP dials the guest for one client's flow and leaves it to the relay. It
+// does not wait.
 func (f *Forwarder) serveTCP(fl *flow, vm *VM) {
-	defer f.flows.end(fl)
 	c := fl.conn
 	fl.own(c.Abort)
-	guest, err := f.dial(fl, vm)
-	if err != nil {
-		fl.row.refuse(refusal(err))
-		c.Abort() // a reset: the client must not take it for an end (C-15)
-		return
-	}
-	fl.ownOnly(c.Abort, guest.Abort)
-	fl.setSource(guest.LocalAddr)
-	fl.half.Store(int32(relay.HalfNone))
-	end := relay.TCP(c, guest, relay.Options{
-		HalfClose: f.opts.Timeouts.HalfClose,
-		ToGuest:   &fl.toGuest,
-		ToHost:    &fl.toHost,
-		Halved:    func(h relay.Half) { fl.half.Store(int32(h)) },
-	})
-	f.flows.relayed(fl, end)
-}
-
-// errLeft says that the client left before the guest answered.
-var errLeft = errors.New("client left")
-
-// errDials says that too many guests have not answered yet.
-var errDials = errors.New("too many dials under way")
-
-// dial connects to the guest, unless the client leaves or the flow is aborted
-// meanwhile.
-func (f *Forwarder) dial(fl *flow, vm *VM) (relay.GuestConn, error) {
-	if f.flows.dials.Add(1) > int64(f.flows.limits.Dials) {
-		f.flows.dials.Add(-1)
-		return nil, errDials
-	}
-	defer f.flows.dials.Add(-1)
-	ctx, leave := context.WithCancelCause(f.ctx)
-	defer leave(nil)
-	fl.own(func() { leave(net.ErrClosed) })
-
-	// The usual guest answers before any of this runs. WaitGone reads the
-	// client's socket, so it has to be over before the relay does.
-	limit := f.opts.Timeouts.Connect
-	watched := make(chan struct{})
-	watch := time.AfterFunc(min(leaveWatch, limit), func() {
-		defer close(watched)
-		limited, cancel := context.WithTimeout(ctx, limit-min(leaveWatch, limit))
-		defer cancel()
-		if fl.conn.WaitGone(limited) == nil {
-			leave(errLeft)
+	f.startDial(fl, vm, func(guest relay.GuestConn, err error) {
+		if err != nil {
+			fl.row.refuse(refusal(err))
+			c.Abort() // a reset: the client must not take it for an end (C-15)
+			f.flows.end(fl)
 			return
 		}
-		<-limited.Done() // also when the client's socket was closed on our side
-		leave(syscall.ETIMEDOUT)
+		fl.ownOnly(c.Abort, guest.Abort)
+		fl.setSource(guest.LocalAddr)
+		fl.half.Store(int32(relay.HalfNone))
+		relay.Start(c, guest, relay.Options{
+			HalfClose: f.opts.Timeouts.HalfClose,
+			ToGuest:   &fl.toGuest,
+			ToHost:    &fl.toHost,
+			Halved:    func(h relay.Half) { fl.half.Store(int32(h)) },
+		}, func(end relay.End) {
+			f.flows.relayed(fl, end)
+			f.flows.end(fl)
+		})
 	})
-	guest, err := vm.Guest.DialTCP(ctx, fl.guest)
-	if cause := context.Cause(ctx); err != nil && cause != nil {
-		err = cause
-	}
-	if !watch.Stop() {
-		leave(nil)
-		<-watched
-	}
-	return guest, err
 }
 
 // refusal puts a failed dial in one word.

@@ -1,7 +1,6 @@
 package stack
 
 import (
-	"context"
 	"net/netip"
 	"time"
 
@@ -12,11 +11,12 @@ import (
 // A Guest is what flows need of a VM: dials towards it. *netstack.Stack is one.
 // All methods are safe for concurrent use.
 type Guest interface {
-	// DialTCP connects to dst. Its errors match syscall.ECONNREFUSED (the guest
-	// refused), EHOSTUNREACH or ENETUNREACH (it said unreachable),
-	// context.DeadlineExceeded or Canceled (ctx), EADDRNOTAVAIL (no source port
-	// left), net.ErrClosed (the stack is closing).
-	DialTCP(ctx context.Context, dst netip.AddrPort) (relay.GuestConn, error)
+	// StartTCP begins to connect to dst. done is called once with the outcome, from
+	// any goroutine, perhaps before StartTCP returns; it does not wait. Its errors
+	// match syscall.ECONNREFUSED (the guest refused), EHOSTUNREACH or ENETUNREACH (it
+	// said unreachable), EADDRNOTAVAIL (no source port left), net.ErrClosed (the
+	// stack is closing, or cancel was called). cancel gives up, if it is not too late.
+	StartTCP(dst netip.AddrPort, done func(relay.GuestConn, error)) (cancel func())
 	// DialUDP makes a connected endpoint with a source port of its own.
 	DialUDP(dst netip.AddrPort) (relay.GuestPacketConn, error)
 }

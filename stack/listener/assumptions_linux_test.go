@@ -18,7 +18,7 @@ import (
 // Accepted sockets inherit the listening socket's options (socket_linux.go).
 func TestAssumeInheritance(t *testing.T) {
 	_, c := mustPair(t)
-	require.NoError(t, c.raw.Control(func(fd uintptr) {
+	require.NoError(t, c.Control(func(fd uintptr) {
 		for _, o := range []option{
 			{level: unix.IPPROTO_TCP, name: unix.TCP_NODELAY, value: 1},
 			{level: unix.SOL_SOCKET, name: unix.SO_KEEPALIVE, value: 1},
@@ -132,6 +132,9 @@ func TestAssumeLingerIsInherited(t *testing.T) {
 	defer unix.Close(fd)
 	sa, err := unix.Getsockname(fd)
 	require.NoError(t, err)
+	set, err := newClientSet()
+	require.NoError(t, err)
+	defer set.close()
 	for _, orderly := range []bool{false, true} {
 		client, err := net.Dial("tcp", addrPort(sa).String())
 		require.NoError(t, err)
@@ -143,7 +146,7 @@ func TestAssumeLingerIsInherited(t *testing.T) {
 		}
 		require.NoError(t, err)
 		if orderly {
-			c, err := newConn(accepted, addrPort(sa), netip.AddrPort{})
+			c, err := newConn(set, accepted, addrPort(sa), netip.AddrPort{})
 			require.NoError(t, err)
 			require.NoError(t, c.Close())
 		} else {

@@ -4,23 +4,47 @@ import (
 	"context"
 	"errors"
 	"io"
-	"io/fs"
 	"net"
 	"net/netip"
-	"os"
-	"syscall"
-	"time"
+	"sync"
+
+	"github.com/culvertnet/culvert/stack/relay"
 )
 
-// A Conn is an accepted TCP client: a non-blocking socket on the runtime
-// poller. It satisfies relay.Conn. Read and Write may run at the same time,
-// each in one goroutine; the other methods may be called at any time, also
-// twice. Its own memory is some 300 bytes; it holds no buffer.
+// A Conn is an accepted TCP client: a non-blocking socket that its Group's
+// goroutine for clients watches once somebody waits for it (Watch, or Read and
+// the others that block). It satisfies relay.Conn, relay.Pollable and
+// relay.Watcher. Read and Write may run at the same time, each in one goroutine;
+// the other methods may be called at any time, also twice. Its own memory is some
+// 200 bytes; it holds no buffer.
 type Conn struct {
-	file   *os.File
-	raw    rawConn
+	set    *clientSet
 	local  netip.AddrPort
 	remote netip.AddrPort
+
+	mu     sync.RWMutex // held for reading during system calls on fd
+	fd     int
+	closed bool
+	events uint32            // what the set watches for; 0 when it is not in there
+	ready  func(relay.Ready) // see Watch
+	waits  *waits            // of calls that block; made with the first
+}
+
+// waits wake the calls that block: a wake-up that nobody waits for is kept.
+type waits struct{ read, write chan struct{} }
+
+func (w *waits) wake(r relay.Ready) {
+	for _, of := range []struct {
+		r  relay.Ready
+		ch chan struct{}
+	}{{relay.ReadyRead, w.read}, {relay.ReadyWrite, w.write}} {
+		if r&(of.r|relay.ReadyClosed) != 0 {
+			select {
+			case of.ch <- struct{}{}:
+			default:
+			}
+		}
+	}
 }
 
 // LocalAddr is the host address and port that the client connected to.
@@ -29,67 +53,52 @@ func (c *Conn) LocalAddr() netip.AddrPort { return c.local }
 // RemoteAddr is the client's address and port.
 func (c *Conn) RemoteAddr() netip.AddrPort { return c.remote }
 
+// Watch implements relay.Pollable. It fails with net.ErrClosed after Close, and
+// when the user's epoll watches have run out (epoll(7), max_user_watches).
+func (c *Conn) Watch(ready func(relay.Ready)) error { return c.opError("watch", c.watch(ready)) }
+
+// WatchWrite implements relay.Pollable.
+func (c *Conn) WatchWrite() error { return c.opError("watch", c.watchWrite()) }
+
 // Gone reports whether the connection is dead: the client reset it, or it ended
 // in another error. Nothing is consumed. A client that only ended its stream is
 // not gone: it may wait for an answer. After Close, Gone is true.
 func (c *Conn) Gone() bool {
 	gone := true
-	_ = c.raw.Control(func(fd uintptr) { gone = goneFD(fd) })
+	_ = c.Control(func(fd uintptr) { gone = goneFD(fd) })
 	return gone
 }
 
 // WaitGone waits until Gone (nil), ctx is done (its error), or the connection is
 // closed on our side (net.ErrClosed). Nothing is consumed. Read must not run
-// meanwhile: it would wait for WaitGone to return.
-func (c *Conn) WaitGone(ctx context.Context) error {
-	woken := make(chan struct{})
-	stop := context.AfterFunc(ctx, func() {
-		_ = c.file.SetReadDeadline(time.Unix(1, 0)) // in the past: wakes the wait
-		close(woken)
-	})
-	err := c.raw.Read(goneFD)
-	if !stop() {
-		<-woken
-		_ = c.file.SetReadDeadline(time.Time{})
-		if err != nil && ctx.Err() != nil && errors.Is(err, os.ErrDeadlineExceeded) {
-			return ctx.Err()
-		}
-	}
-	return c.opError("poll", err)
-}
+// meanwhile.
+func (c *Conn) WaitGone(ctx context.Context) error { return c.opError("poll", c.waitGone(ctx)) }
 
 // Read returns io.EOF when the client ended its stream, an error matching
 // syscall.ECONNRESET when it reset the connection, net.ErrClosed after Close.
 func (c *Conn) Read(p []byte) (int, error) {
-	n, err := c.file.Read(p)
+	n, err := c.read(p)
 	return n, c.opError("read", err)
 }
 
 // Write sends all of p. It returns an error matching syscall.EPIPE or
 // ECONNRESET when the client is gone, net.ErrClosed after Close.
 func (c *Conn) Write(p []byte) (int, error) {
-	n, err := c.file.Write(p)
+	n, err := c.write(p)
 	return n, c.opError("write", err)
 }
 
-// SyscallConn gives the descriptor for reads and writes of another shape. A
-// function given to it must not wait for anything: Close and Abort wait for it.
-// After Close its methods return net.ErrClosed.
-func (c *Conn) SyscallConn() (syscall.RawConn, error) { return &c.raw, nil }
-
-// A rawConn is a file's, with package net's error for a closed one; package os
-// lets one through there that nobody can test for.
-type rawConn struct{ file syscall.RawConn }
-
-func (r *rawConn) Control(f func(fd uintptr)) error    { return rawError(r.file.Control(f)) }
-func (r *rawConn) Read(f func(fd uintptr) bool) error  { return rawError(r.file.Read(f)) }
-func (r *rawConn) Write(f func(fd uintptr) bool) error { return rawError(r.file.Write(f)) }
-
-func rawError(err error) error {
-	if err == nil || errors.Is(err, os.ErrDeadlineExceeded) {
-		return err
+// Control implements relay.Pollable: f may use the descriptor for system calls
+// that do not wait; Close and Abort wait for it. After Close it returns
+// net.ErrClosed.
+func (c *Conn) Control(f func(fd uintptr)) error {
+	c.mu.RLock()
+	defer c.mu.RUnlock()
+	if c.closed {
+		return net.ErrClosed
 	}
-	return net.ErrClosed // on the poller there is no third
+	f(uintptr(c.fd))
+	return nil
 }
 
 // CloseRead says that nothing more will be read: Read returns io.EOF.
@@ -114,27 +123,19 @@ func (c *Conn) Abort() { _ = c.close() }
 // unblocks like Abort.
 func (c *Conn) Close() error {
 	c.endInOrder()
-	return c.close()
+	return c.opError("close", c.close())
 }
 
-func (c *Conn) close() error {
-	if err := c.file.Close(); !errors.Is(err, os.ErrClosed) {
-		return c.opError("close", err)
-	}
-	return nil
-}
-
-// opError makes an error of package os, or of a bare system call, one of
-// package net, which is what those who handle connections test for.
+// opError makes an error of a bare system call one of package net, which is what
+// those who handle connections test for.
 func (c *Conn) opError(op string, err error) error {
-	if err == nil || err == io.EOF {
+	if err == nil || err == io.EOF || errors.Is(err, context.Canceled) || errors.Is(err, context.DeadlineExceeded) {
 		return err
-	}
-	if wrapped := (*fs.PathError)(nil); errors.As(err, &wrapped) {
-		err = wrapped.Err
-	}
-	if errors.Is(err, os.ErrClosed) {
-		err = net.ErrClosed
 	}
 	return &net.OpError{Op: op, Net: "tcp", Source: net.TCPAddrFromAddrPort(c.local), Addr: net.TCPAddrFromAddrPort(c.remote), Err: err}
 }
+
+var (
+	_ relay.Pollable = (*Conn)(nil)
+	_ relay.Watcher  = (*Conn)(nil)
+)

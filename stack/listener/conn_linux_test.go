@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/culvertnet/culvert/stack/relay"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	"golang.org/x/sys/unix"
@@ -88,10 +89,7 @@ func TestFB013CloseWithUnreadData(t *testing.T) {
 	client, c := mustPair(t)
 	_, err := client.Write([]byte("unread"))
 	require.NoError(t, err)
-	require.NoError(t, c.raw.Read(func(fd uintptr) bool {
-		n, _, err := unix.Recvfrom(int(fd), make([]byte, 1), unix.MSG_PEEK)
-		return n > 0 && err == nil
-	}))
+	mustPoll(t, c, unix.POLLIN)
 	require.NoError(t, c.Close())
 	_, err = client.Read(make([]byte, 1))
 	assert.ErrorIs(t, err, syscall.ECONNRESET)
@@ -226,7 +224,7 @@ func TestConnWaitGoneClosed(t *testing.T) {
 // mustPoll waits until poll(2) says one of events of c.
 func mustPoll(tb testing.TB, c *Conn, events int16) {
 	tb.Helper()
-	require.NoError(tb, c.raw.Control(func(fd uintptr) {
+	require.NoError(tb, c.Control(func(fd uintptr) {
 		n, err := unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: events}}, int(patience/time.Millisecond))
 		require.NoError(tb, err)
 		require.Equal(tb, 1, n)
@@ -260,25 +258,33 @@ func TestConnHoldsNoThread(t *testing.T) {
 	wg.Wait()
 }
 
-func TestConnSyscallConn(t *testing.T) {
+// A Pollable's owner is told when to try again, once for each reason.
+func TestConnWatch(t *testing.T) {
 	client, c := mustPair(t)
-	raw, err := c.SyscallConn()
+	events := make(chan relay.Ready, 16)
+	require.NoError(t, c.Watch(func(r relay.Ready) { events <- r }))
+	_, err := client.Write([]byte("x"))
 	require.NoError(t, err)
-	_, err = client.Write([]byte("x"))
-	require.NoError(t, err)
+	require.Equal(t, relay.ReadyRead, <-events, "room to write was not asked for")
 	b := make([]byte, 4)
-	var n int
-	require.NoError(t, raw.Read(func(fd uintptr) bool {
-		n, err = unix.Read(int(fd), b)
-		return err != unix.EAGAIN
-	}))
+	n, err := c.Read(b)
 	require.NoError(t, err)
 	assert.Equal(t, "x", string(b[:n]))
 
-	blocked := make(chan error)
-	go func() { blocked <- raw.Read(func(uintptr) bool { return false }) }()
+	require.NoError(t, c.WatchWrite())
+	assert.NotZero(t, <-events&relay.ReadyWrite, "what is so already is reported")
+	require.NoError(t, c.WatchWrite())
+	_, err = client.Write([]byte("y"))
+	require.NoError(t, err)
+	assert.NotZero(t, <-events&relay.ReadyRead)
+
+	require.NoError(t, client.SetLinger(0))
+	client.Close()
+	assert.Equal(t, relay.ReadyRead|relay.ReadyWrite|relay.ReadyEnd, <-events, "a reset is for both")
+
 	require.NoError(t, c.Close())
-	assert.ErrorIs(t, <-blocked, net.ErrClosed)
-	assert.ErrorIs(t, raw.Control(func(uintptr) {}), net.ErrClosed)
-	assert.ErrorIs(t, raw.Write(func(uintptr) bool { return true }), net.ErrClosed)
+	assert.Equal(t, relay.ReadyClosed, <-events)
+	assert.ErrorIs(t, c.Watch(nil), net.ErrClosed)
+	assert.ErrorIs(t, c.WatchWrite(), net.ErrClosed)
+	assert.ErrorIs(t, c.Control(func(uintptr) {}), net.ErrClosed)
 }

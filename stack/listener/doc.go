@@ -28,5 +28,6 @@
 //
 // A [Socket] is open from its creation to [Socket.Close], which frees the port
 // before it returns. A [Conn] is the accepted client, independent of the
-// socket it came through.
+// socket it came through; all of a Group's are watched by one more epoll set and
+// goroutine (clients_linux.go), for as long as there are any.
 package listener

@@ -65,6 +65,7 @@ var ErrWouldBlock = errors.New("would block")
 type Group struct {
 	handler Handler
 	epoll   *os.File // the set, on the runtime poller
+	clients *clientSet
 	done    chan struct{}
 
 	// The goroutine's own.

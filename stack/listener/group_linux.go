@@ -2,7 +2,6 @@ package listener
 
 import (
 	"errors"
-	"fmt"
 	"net"
 	"net/netip"
 	"os"
@@ -23,23 +22,19 @@ const (
 )
 
 func newGroup(h Handler) (*Group, error) {
-	epfd, err := unix.EpollCreate1(unix.EPOLL_CLOEXEC)
+	file, epfd, err := newEpoll()
 	if err != nil {
-		return nil, fmt.Errorf("create epoll set: %w", err)
+		return nil, err
 	}
-	// NewFile puts a file on the runtime poller only if it is non-blocking.
-	if err := unix.SetNonblock(epfd, true); err != nil {
-		unix.Close(epfd)
-		return nil, fmt.Errorf("create epoll set: %w", err)
-	}
-	file := os.NewFile(uintptr(epfd), "epoll")
-	if err := pollable(file); err != nil {
+	clients, err := newClientSet()
+	if err != nil {
 		file.Close()
-		return nil, fmt.Errorf("poll epoll set: %w", err)
+		return nil, err
 	}
 	g := &Group{
 		handler: h,
 		epoll:   file,
+		clients: clients,
 		done:    make(chan struct{}),
 		reserve: openReserve(),
 		epfd:    epfd,
@@ -146,7 +141,7 @@ func (g *Group) acceptFrom(s *Socket, batch int) {
 		fd, remote, err := s.accept()
 		switch {
 		case err == nil:
-			c, err := newConn(fd, s.addr, remote)
+			c, err := newConn(g.clients, fd, s.addr, remote)
 			if err != nil {
 				g.handler.AcceptError(s, err)
 				continue
@@ -262,6 +257,7 @@ func (g *Group) close() error {
 
 	err := g.epoll.Close()
 	<-g.done
+	g.clients.close()
 	for _, s := range sockets {
 		_ = s.closeFD()
 	}

@@ -3,8 +3,11 @@
 package listener
 
 import (
+	"context"
 	"errors"
 	"net/netip"
+
+	"github.com/culvertnet/culvert/stack/relay"
 )
 
 func newGroup(Handler) (*Group, error) { return nil, errors.ErrUnsupported }
@@ -38,3 +41,17 @@ func (c *Conn) shutdownWrite() error { return errors.ErrUnsupported }
 func (c *Conn) keepAlive() error { return errors.ErrUnsupported }
 
 func (c *Conn) endInOrder() {}
+
+type clientSet struct{}
+
+func (c *Conn) watch(func(relay.Ready)) error { return errors.ErrUnsupported }
+
+func (c *Conn) watchWrite() error { return errors.ErrUnsupported }
+
+func (c *Conn) waitGone(context.Context) error { return errors.ErrUnsupported }
+
+func (c *Conn) read([]byte) (int, error) { return 0, errors.ErrUnsupported }
+
+func (c *Conn) write([]byte) (int, error) { return 0, errors.ErrUnsupported }
+
+func (c *Conn) close() error { return errors.ErrUnsupported }

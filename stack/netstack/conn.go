@@ -17,19 +17,22 @@ import (
 )
 
 // A Conn is the guest's end of a TCP flow: gVisor's endpoint as a
-// relay.GuestConn. One goroutine may read (Read, WriteTo) and one write (Write,
-// ReadFrom); the other methods may be called at any time.
+// relay.GuestConn. One goroutine may Read and one Write, or Copy does both; the
+// other methods may be called at any time.
 type Conn struct {
 	stack *Stack
 	ep    tcpip.Endpoint
 	peer  netip.Addr
 	queue waiter.Queue
 
-	readable, writable notifier
-	in, out            waiter.Entry
+	events             waiter.Entry
+	readable, writable notifier                 // of calls that wait
+	dialing            atomic.Pointer[dialing]  // until the guest has answered
+	copy               atomic.Pointer[flowCopy] // once there are copies
 
 	closed  atomic.Bool // Close or Abort was called
 	settled sync.Once   // the flow was taken off the books
+	tuple   tuple       // of inline.go; under inlined.mu
 
 	// reading is held while received bytes are looked at in place: what the
 	// endpoint has received may be freed only between two looks.
@@ -42,12 +45,35 @@ var _ relay.GuestConn = (*Conn)(nil)
 
 func newConn(s *Stack, peer netip.Addr) *Conn {
 	c := &Conn{stack: s, peer: peer, readable: make(notifier, 1), writable: make(notifier, 1)}
-	c.in.Init(c.readable, waiter.ReadableEvents|waiter.EventHUp|waiter.EventErr)
-	c.out.Init(c.writable, waiter.WritableEvents|waiter.EventHUp|waiter.EventErr)
-	c.queue.EventRegister(&c.in)
-	c.queue.EventRegister(&c.out)
+	c.events.Init((*connEvents)(c), waiter.ReadableEvents|waiter.WritableEvents|waiter.EventHUp|waiter.EventErr)
+	c.queue.EventRegister(&c.events)
 	s.book(peer)
 	return c
+}
+
+// A connEvents is a Conn as the listener of its endpoint's events.
+type connEvents Conn
+
+// NotifyEvent implements waiter.EventListener. It is called under gVisor's locks
+// and only leaves word.
+func (e *connEvents) NotifyEvent(mask waiter.EventMask) {
+	c := (*Conn)(e)
+	if k := c.copy.Load(); k != nil {
+		k.guestReady(mask)
+		if mask&(waiter.EventHUp|waiter.EventErr) != 0 {
+			c.readable.wake() // for WaitGone
+		}
+		return
+	}
+	if d := c.dialing.Load(); d != nil {
+		c.stack.runner.add(d)
+	}
+	if mask&(waiter.ReadableEvents|waiter.EventHUp|waiter.EventErr) != 0 {
+		c.readable.wake()
+	}
+	if mask&(waiter.WritableEvents|waiter.EventHUp|waiter.EventErr) != 0 {
+		c.writable.wake()
+	}
 }
 
 // book counts a flow to peer and admits peer's packets.
@@ -147,71 +173,6 @@ func (c *Conn) awaitWritable(n int64, err tcpip.Error) error {
 	return nil
 }
 
-// ReadFrom implements relay.GuestConn: it copies from the client's socket until
-// its end of stream, through no buffer of ours where the bytes come in bulk.
-func (c *Conn) ReadFrom(r io.Reader) (int64, error) {
-	if sc, ok := r.(syscall.Conn); ok {
-		if raw, err := sc.SyscallConn(); err == nil {
-			return c.readFromSocket(raw)
-		}
-	}
-	return c.readFromReader(r)
-}
-
-// WriteTo implements relay.GuestConn: it copies what the guest sends to the
-// client's socket, straight from the chunks it was received into.
-func (c *Conn) WriteTo(w io.Writer) (int64, error) {
-	if sc, ok := w.(syscall.Conn); ok {
-		if raw, err := sc.SyscallConn(); err == nil {
-			return c.writeToSocket(raw)
-		}
-	}
-	return c.writeToWriter(w)
-}
-
-// copyBuffers serve the copies that have no socket on the other side.
-var copyBuffers = sync.Pool{New: func() any { return new([32 << 10]byte) }}
-
-func (c *Conn) readFromReader(r io.Reader) (total int64, err error) {
-	buf := copyBuffers.Get().(*[32 << 10]byte)
-	defer copyBuffers.Put(buf)
-	for {
-		n, rerr := r.Read(buf[:])
-		if n > 0 {
-			m, werr := c.Write(buf[:n])
-			total += int64(m)
-			if werr != nil {
-				return total, werr
-			}
-		}
-		if rerr == io.EOF {
-			return total, nil
-		}
-		if rerr != nil {
-			return total, &relay.ClientError{Err: rerr}
-		}
-	}
-}
-
-func (c *Conn) writeToWriter(w io.Writer) (total int64, err error) {
-	buf := copyBuffers.Get().(*[32 << 10]byte)
-	defer copyBuffers.Put(buf)
-	for {
-		n, rerr := c.Read(buf[:])
-		if rerr == io.EOF {
-			return total, nil
-		}
-		if rerr != nil {
-			return total, rerr
-		}
-		m, werr := w.Write(buf[:n])
-		total += int64(m)
-		if werr != nil {
-			return total, &relay.ClientError{Err: werr}
-		}
-	}
-}
-
 // CloseRead implements relay.Conn.
 func (c *Conn) CloseRead() error { return wrapError(c.ep.Shutdown(tcpip.ShutdownRead)) }
 
@@ -244,7 +205,7 @@ func (c *Conn) Close() error {
 	return nil
 }
 
-// finish ends the endpoint with end, the first time, and wakes both copies.
+// finish ends the endpoint with end, the first time, and wakes who waits for it.
 func (c *Conn) finish(end func()) {
 	if !c.closed.CompareAndSwap(false, true) {
 		return
@@ -252,6 +213,13 @@ func (c *Conn) finish(end func()) {
 	c.reading.Lock()
 	end()
 	c.reading.Unlock()
+	c.outline()
+	if d := c.dialing.Load(); d != nil {
+		c.stack.runner.add(d)
+	}
+	if k := c.copy.Load(); k != nil {
+		k.wakeBoth()
+	}
 	c.readable.wake()
 	c.writable.wake()
 	c.settle()

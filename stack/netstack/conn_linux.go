@@ -6,7 +6,6 @@ import (
 	"io"
 	"net"
 	"sync"
-	"syscall"
 
 	"github.com/culvertnet/culvert/stack/relay"
 	"golang.org/x/sys/unix"
@@ -30,72 +29,92 @@ const (
 
 var probes = sync.Pool{New: func() any { return new([probeSize]byte) }}
 
-// A socketReader is the state of one readFromSocket.
-type socketReader struct {
-	c     *Conn
-	total int64
-	err   error // what ended the copy; io.EOF for the client's end
-	fd    int
-	left  int // bytes the socket is known to hold, for Len
-	held  bytes.Reader
-	buf   *[probeSize]byte // of held, while not empty
-}
-
-// readFromSocket copies from the client's socket to the endpoint. Small reads
+// A socketReader pumps from the client's socket to the endpoint. Small reads
 // pass through a buffer; once one has filled it, read(2) goes straight into the
 // chunks that the endpoint will send.
-func (c *Conn) readFromSocket(raw syscall.RawConn) (int64, error) {
-	r := socketReader{c: c}
-	pump := r.pump
-	for r.err == nil {
-		if err := raw.Read(pump); err != nil {
-			if c.closed.Load() {
-				return r.total, net.ErrClosed
-			}
-			return r.total, &relay.ClientError{Err: err}
+type socketReader struct {
+	k    *flowCopy
+	c    *Conn
+	try  func(fd uintptr)
+	out  outcome
+	err  error // what ended the copy; io.EOF for the client's end
+	turn int   // bytes left of this turn
+	fd   int
+	left int // bytes the socket is known to hold, for Len
+	held bytes.Reader
+	buf  *[probeSize]byte // of held, while not empty
+}
+
+func (r *socketReader) init(k *flowCopy) { r.k, r.c, r.try = k, k.conn, r.move }
+
+// pump is a direction's.
+func (r *socketReader) pump(budget int) (outcome, error) {
+	r.turn = budget
+	switch {
+	case r.c.closed.Load():
+		r.err = net.ErrClosed
+	case r.k.deaf.Load():
+		r.err = r.k.clientGone(errDeaf)
+	default:
+		if err := r.k.client.Control(r.try); err != nil {
+			r.err = r.k.clientGone(err)
 		}
-		if r.err == nil {
-			// The endpoint has no room.
-			<-c.writable
-			if c.closed.Load() {
-				r.err = net.ErrClosed
-			}
-		}
+	}
+	if r.err == nil {
+		return r.out, nil
 	}
 	r.drop()
 	if r.err == io.EOF {
-		return r.total, nil
+		return copyOver, nil
 	}
-	return r.total, r.err
+	return copyOver, r.err
 }
 
-// pump copies until the socket holds nothing (false: wait for more), or until
-// the endpoint has no room or the copy has ended (true).
-func (r *socketReader) pump(fd uintptr) bool {
+// move copies until the socket holds nothing, the endpoint has no room, the turn
+// is over or the stream.
+func (r *socketReader) move(fd uintptr) {
 	r.fd = int(fd)
 	for {
 		if r.held.Len() == 0 && !r.probe() {
-			return r.err != nil
+			r.out = waitClient
+			return
 		}
 		for r.held.Len() > 0 {
 			if !r.write(&r.held) {
-				return true
+				r.out = waitGuest
+				return
 			}
 		}
 		full := r.buf != nil && r.held.Size() == probeSize
 		r.drop()
+		if !full && !r.k.finished.Load() {
+			// A read that found less than it asked for found all (epoll(7)); what
+			// comes is an event, and so is the end, unless it was one already.
+			r.out = waitClient
+			return
+		}
 		for full {
 			n, err := unix.IoctlGetInt(r.fd, unix.TIOCINQ)
 			if err != nil || n <= 0 {
 				break // nothing there, or the end: probe tells
 			}
 			if r.c.ep.Readiness(waiter.WritableEvents)&waiter.WritableEvents == 0 {
-				return true
+				r.out = waitGuest
+				return
 			}
 			r.left = min(n, bulkSize)
 			if !r.write(r) {
-				return true
+				r.out = waitGuest
+				return
 			}
+			if r.turn <= 0 {
+				r.out = moreToMove
+				return
+			}
+		}
+		if r.turn <= 0 {
+			r.out = moreToMove
+			return
 		}
 	}
 }
@@ -124,7 +143,7 @@ func (r *socketReader) probe() bool {
 // an error (err).
 func (r *socketReader) write(p tcpip.Payloader) bool {
 	n, err := r.c.ep.Write(p, tcpip.WriteOptions{})
-	r.total += n
+	r.turn -= int(n)
 	r.c.written.Add(int(n))
 	switch err.(type) {
 	case nil:
@@ -172,90 +191,94 @@ func (r *socketReader) Read(p []byte) (int, error) {
 	return n, nil
 }
 
-// A socketWriter is the state of one writeToSocket.
+// errDeaf says that a client's socket cannot be watched.
+var errDeaf = errors.New("client's socket cannot be watched")
+
+// A socketWriter pumps what the guest sends to the client's socket: the received
+// chunks are gathered in place, written with writev(2), and consumed as far as
+// the socket took them.
 type socketWriter struct {
-	c     *Conn
-	total int64
-	err   error // what ended the copy; io.EOF for the guest's end
-	wait  bool  // nothing received: wait for the endpoint
+	k       *flowCopy
+	c       *Conn
+	try     func(fd uintptr)
+	out     outcome
+	err     error // what ended the copy; io.EOF for the guest's end
+	turn    int   // bytes left of this turn
+	watched bool  // the socket is watched for room
 }
 
-// writeToSocket copies what the guest sends to the client's socket: the
-// received chunks are gathered in place, written with writev(2), and consumed as
-// far as the socket took them.
-func (c *Conn) writeToSocket(raw syscall.RawConn) (int64, error) {
-	w := socketWriter{c: c}
-	pump := w.pump
-	for w.err == nil {
-		if err := raw.Write(pump); err != nil {
-			if c.closed.Load() {
-				return w.total, net.ErrClosed
-			}
-			return w.total, &relay.ClientError{Err: err}
-		}
-		if w.err == nil && w.wait {
-			<-c.readable
-			if c.closed.Load() {
-				w.err = net.ErrClosed
-			}
+func (w *socketWriter) init(k *flowCopy) { w.k, w.c, w.try = k, k.conn, w.move }
+
+// pump is a direction's.
+func (w *socketWriter) pump(budget int) (outcome, error) {
+	w.turn = budget
+	if w.k.deaf.Load() {
+		w.err = w.k.clientGone(errDeaf)
+	} else if err := w.k.client.Control(w.try); err != nil {
+		w.err = w.k.clientGone(err)
+	}
+	if w.err == nil && w.out == waitClient && !w.watched {
+		w.watched = true
+		if err := w.k.client.WatchWrite(); err != nil {
+			w.err = w.k.clientGone(err)
 		}
 	}
-	if w.err == io.EOF {
-		return w.total, nil
+	switch w.err {
+	case nil:
+		return w.out, nil
+	case io.EOF:
+		return copyOver, nil
 	}
-	return w.total, w.err
+	return copyOver, w.err
 }
 
-// pump copies until the socket takes no more (false: wait for room), or until
-// nothing is left or the copy has ended (true).
-func (w *socketWriter) pump(fd uintptr) bool {
+// move copies until nothing is left, the socket takes no more, the turn is over
+// or the stream.
+func (w *socketWriter) move(fd uintptr) {
 	g := gathers.Get().(*gather)
 	defer g.release()
-	for {
-		done, again := w.once(int(fd), g)
-		if !again {
-			return done
-		}
+	w.out = moreToMove
+	for w.turn > 0 && w.once(int(fd), g) {
 	}
 }
 
-// once gathers, writes and consumes one batch. again says that there may be
-// more of both; done is pump's result if not.
-func (w *socketWriter) once(fd int, g *gather) (done, again bool) {
+// once gathers, writes and consumes one batch. It reports whether there may be
+// more of both; out or err say why not.
+func (w *socketWriter) once(fd int, g *gather) (again bool) {
 	c := w.c
 	c.reading.Lock()
 	defer c.reading.Unlock()
-	w.wait = false
 	if c.closed.Load() {
 		w.err = net.ErrClosed
-		return true, false
+		return false
 	}
 	g.reset()
 	if _, err := c.ep.Read(g, tcpip.ReadOptions{Peek: true}); err != nil {
 		switch err.(type) {
 		case *tcpip.ErrWouldBlock:
-			w.wait = true
+			w.out = waitGuest
 		case *tcpip.ErrClosedForReceive:
 			w.err = c.endOfStream()
 		default:
 			w.err = wrapError(err)
 		}
-		return true, false
+		return false
 	}
 	n, err := ignoringEINTR(func() (int, error) { return writev(fd, g.vecs) })
 	if n > 0 {
 		g.left = n
 		_, _ = c.ep.Read((*discard)(g), tcpip.ReadOptions{})
-		w.total += int64(n)
+		w.turn -= n
 		c.read.Add(n)
 		c.moderate(n)
-		return false, true
+		return true
 	}
 	if err == unix.EAGAIN {
-		return false, false
+		w.out = waitClient
+		return false
 	}
 	w.err = &relay.ClientError{Err: err}
-	return true, false
+	return false
 }
 
 // moderate lets the receive buffer grow with what the client takes.

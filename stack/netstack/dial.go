@@ -6,6 +6,7 @@ import (
 	"net"
 	"net/netip"
 	"sync"
+	"sync/atomic"
 
 	"github.com/culvertnet/culvert/stack/relay"
 	"gvisor.dev/gvisor/pkg/tcpip"
@@ -17,37 +18,83 @@ import (
 	"gvisor.dev/gvisor/pkg/waiter"
 )
 
-// DialTCP connects to dst from the gateway's address. It returns when the guest
-// has accepted or refused, or when ctx ends. Its errors match those that
-// stack.Guest names.
-func (s *Stack) DialTCP(ctx context.Context, dst netip.AddrPort) (relay.GuestConn, error) {
+// A dialing is a connection that the guest has not answered. It implements
+// runnable.
+type dialing struct {
+	conn *Conn
+	dst  netip.AddrPort
+	done func(relay.GuestConn, error)
+	told atomic.Bool
+}
+
+// StartTCP begins to connect to dst from the gateway's address. done is called
+// once, when the guest has accepted or refused, or cancel was called: perhaps
+// before StartTCP returns. Its errors match those that stack.Guest names. done
+// must not wait: it may run on the reader of frames.
+func (s *Stack) StartTCP(dst netip.AddrPort, done func(relay.GuestConn, error)) (cancel func()) {
 	select {
 	case <-s.done:
-		return nil, fmt.Errorf("dial %s: %w", dst, net.ErrClosed)
+		done(nil, fmt.Errorf("dial %s: %w", dst, net.ErrClosed))
+		return func() {}
 	default:
 	}
 	c := newConn(s, dst.Addr())
 	ep, err := s.net.NewEndpoint(tcp.ProtocolNumber, network(dst.Addr()), &c.queue)
 	if err != nil {
 		c.settle()
-		return nil, fmt.Errorf("dial %s: %w", dst, wrapError(err))
+		done(nil, fmt.Errorf("dial %s: %w", dst, wrapError(err)))
+		return func() {}
 	}
 	c.ep = ep
+	d := &dialing{conn: c, dst: dst, done: done}
+	c.dialing.Store(d) // the answer may be quicker than Connect
 	err = ep.Connect(fullAddress(dst))
-	if _, started := err.(*tcpip.ErrConnectStarted); started {
-		select {
-		case <-c.writable:
-			err = ep.LastError()
-		case <-ctx.Done():
-			c.Abort()
-			return nil, fmt.Errorf("dial %s: %w", dst, ctx.Err())
-		}
+	if _, started := err.(*tcpip.ErrConnectStarted); !started {
+		d.tell(err)
+		return func() {}
 	}
-	if err != nil {
+	c.inline(dst)
+	return c.Abort
+}
+
+// run tells the outcome.
+func (d *dialing) run() { d.tell(d.conn.ep.LastError()) }
+
+func (d *dialing) tell(err tcpip.Error) {
+	if d.told.Swap(true) {
+		return
+	}
+	c := d.conn
+	switch {
+	case c.closed.Load():
+		d.done(nil, fmt.Errorf("dial %s: %w", d.dst, net.ErrClosed))
+	case err != nil:
 		c.Abort()
-		return nil, fmt.Errorf("dial %s: %w", dst, wrapError(err))
+		d.done(nil, fmt.Errorf("dial %s: %w", d.dst, wrapError(err)))
+	default:
+		c.dialing.Store(nil)
+		d.done(c, nil)
 	}
-	return c, nil
+}
+
+// DialTCP is StartTCP for who has nothing to do meanwhile. It ends with ctx.
+func (s *Stack) DialTCP(ctx context.Context, dst netip.AddrPort) (relay.GuestConn, error) {
+	type outcome struct {
+		conn relay.GuestConn
+		err  error
+	}
+	answer := make(chan outcome, 1)
+	cancel := s.StartTCP(dst, func(c relay.GuestConn, err error) { answer <- outcome{c, err} })
+	select {
+	case o := <-answer:
+		return o.conn, o.err
+	case <-ctx.Done():
+		cancel()
+		if o := <-answer; o.conn != nil {
+			o.conn.Abort()
+		}
+		return nil, fmt.Errorf("dial %s: %w", dst, ctx.Err())
+	}
 }
 
 // DialContext connects to addr, "IP:port", for a client of the daemon's own: of

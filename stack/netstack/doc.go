@@ -15,7 +15,8 @@
 //     not the gateway's.
 //   - gonet and the copies it makes, but for the daemon's own connections
 //     (DialContext), which need deadlines. Conn copies straight between a host
-//     socket and the endpoint's own chunks.
+//     socket and the endpoint's own chunks (copy.go), without a goroutine a flow.
+//   - Its processors, where the reader of frames can do their work (inline.go).
 //
 // # Theory of operation
 //
@@ -29,7 +30,10 @@
 //
 // From the guest, one goroutine a queue pair (inbound.run) reads frames in
 // batches, checks each once, and delivers it. Headers lie in a small view of
-// their own: gVisor clones the view its headers live in.
+// their own: gVisor clones the view its headers live in. The same goroutine goes
+// on with what the batch brought about: segments are worked off (inline.go), and
+// flows that have something for their client, or room for more of it, move it
+// (runner.go, copy.go).
 //
 // gVisor's time is the stack's own (clock.go): it stands while the guest is
 // paused, so that no flow ends because a paused guest does not answer (C-28).

@@ -10,6 +10,7 @@ import (
 	"gvisor.dev/gvisor/pkg/tcpip/checksum"
 	"gvisor.dev/gvisor/pkg/tcpip/header"
 	"gvisor.dev/gvisor/pkg/tcpip/stack"
+	"gvisor.dev/gvisor/pkg/tcpip/transport/tcp"
 )
 
 const (
@@ -44,6 +45,7 @@ type inbound struct {
 	lent   int // of loans, in this batch
 	udp    udpRun
 
+	held     *tcp.Endpoint         // its lock is ours; see inline.go
 	observer datapath.DropObserver // nil without
 }
 
@@ -63,6 +65,7 @@ func (in *inbound) run() {
 			in.link.end(err)
 			return
 		}
+		in.link.runner.enter()
 		in.link.lastFrame.Store(in.link.elapsed())
 		j := 0
 		for i := range n {
@@ -78,6 +81,8 @@ func (in *inbound) run() {
 			j++
 		}
 		in.udp.end()
+		in.settle()
+		in.link.runner.leave()
 	}
 }
 
@@ -170,10 +175,37 @@ func (in *inbound) take(f *datapath.Frame, l *loan) {
 		in.drop(f, datapath.DropUnwanted)
 		return
 	}
+	in.holdFlow(head)
 	in.deliver(header.IPv4ProtocolNumber, f.N, l)
 	if link.udp.woken.Load() {
 		in.udp.flush() // came before
 		link.udp.drain()
+	}
+}
+
+// holdFlow takes the lock of the flow whose segment head begins, if it can, and
+// settles with the flow before.
+func (in *inbound) holdFlow(head []byte) {
+	var ep *tcp.Endpoint
+	ip := header.IPv4(head[header.EthernetMinimumSize:])
+	hlen := int(ip.HeaderLength())
+	if ip.TransportProtocol() == header.TCPProtocolNumber && !ip.More() && ip.FragmentOffset() == 0 && len(ip) >= hlen+header.TCPMinimumSize {
+		ep = in.link.inlined.find(tupleOf(ip, hlen))
+	}
+	if ep == in.held {
+		return
+	}
+	in.settle()
+	if ep != nil && take(ep) {
+		in.held = ep
+	}
+}
+
+// settle works on the segments that were delivered to the flow that is held.
+func (in *inbound) settle() {
+	if ep := in.held; ep != nil {
+		in.held = nil
+		work(ep)
 	}
 }
 

@@ -36,8 +36,10 @@ type linkEndpoint struct {
 	endOnce  sync.Once
 	elapsed  func() int64 // monotonic nanoseconds
 
-	udp   udpTable
-	udpID atomic.Uint32 // the next packet's identification (RFC 791), in its low half
+	udp     udpTable
+	udpID   atomic.Uint32 // the next packet's identification (RFC 791), in its low half
+	inlined inlined
+	runner  *runner
 
 	lastFrame atomic.Int64 // when a frame last came, by elapsed; 0 never
 

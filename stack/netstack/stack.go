@@ -51,6 +51,7 @@ type Stack struct {
 	opts   Options
 	budget *Budget
 	clock  *clock // gVisor's; stands while the guest is paused
+	runner *runner
 	start  time.Time
 
 	flows atomic.Int64 // live Conns and UDPConns
@@ -74,7 +75,9 @@ func New(att datapath.Attachment, o Options) (*Stack, error) {
 		NetworkProtocols:   []stack.NetworkProtocolFactory{ipv4.NewProtocol},
 		TransportProtocols: []stack.TransportProtocolFactory{tcp.NewProtocol, udp.NewProtocol, icmp.NewProtocol4},
 	})
+	s.runner = newRunner()
 	s.link = newLinkEndpoint(att, o, func() int64 { return int64(time.Since(s.start)) }, s.ended)
+	s.link.runner = s.runner
 	if err := s.configure(); err != nil {
 		s.Close()
 		return nil, err
@@ -218,6 +221,7 @@ func (s *Stack) Close() error {
 		s.link.Wait()
 		s.net.Wait()
 		s.link.udp.drain() // tells flows that they have ended
+		s.runner.wait()
 		s.link.end(datapath.ErrClosed)
 	})
 	return nil

@@ -17,6 +17,7 @@ import (
 	"github.com/culvertnet/culvert/datapath/datapathtest"
 	"github.com/culvertnet/culvert/datapath/memory"
 	"github.com/culvertnet/culvert/datapath/virtio"
+	"github.com/culvertnet/culvert/stack/listener"
 	"github.com/culvertnet/culvert/stack/relay"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
@@ -96,18 +97,33 @@ func mustDial(t testing.TB, s *Stack, port uint16) relay.GuestConn {
 	return c
 }
 
-// socketPair returns the two ends of a TCP connection over loopback.
-func socketPair(t testing.TB) (a, b *net.TCPConn) {
+// clientPair returns a client and the Conn that it became, as for a published port.
+func clientPair(t testing.TB) (client *net.TCPConn, ours *listener.Conn) {
 	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
+	accepted := make(accepting, 1)
+	g, err := listener.NewGroup(accepted)
 	require.NoError(t, err)
-	defer l.Close()
+	l, err := g.ListenTCP(netip.MustParseAddrPort("127.0.0.1:0"), nil)
+	require.NoError(t, err)
 	c, err := net.Dial("tcp", l.Addr().String())
 	require.NoError(t, err)
-	d, err := l.Accept()
-	require.NoError(t, err)
-	t.Cleanup(func() { _ = c.Close(); _ = d.Close() })
-	return c.(*net.TCPConn), d.(*net.TCPConn)
+	ours = <-accepted
+	t.Cleanup(func() { _ = c.Close(); _ = ours.Close(); _ = g.Close() })
+	return c.(*net.TCPConn), ours
+}
+
+// accepting is a listener.Handler that takes clients.
+type accepting chan *listener.Conn
+
+func (a accepting) Accepted(_ *listener.Socket, c *listener.Conn) { a <- c }
+func (accepting) Readable(*listener.Socket)                       {}
+func (accepting) AcceptError(*listener.Socket, error)             {}
+
+// copies begins c's copies and returns how each of them ends.
+func copies(c relay.GuestConn, client relay.Conn) map[relay.Half]chan error {
+	ended := map[relay.Half]chan error{relay.HalfClient: make(chan error, 1), relay.HalfGuest: make(chan error, 1)}
+	c.Copy(client, func(from relay.Half, err error) { ended[from] <- err })
+	return ended
 }
 
 // TestFB139_EveryOffload sends bytes both ways through host sockets over every kind of link,
@@ -129,28 +145,21 @@ func TestFB139_EveryOffload(t *testing.T) {
 				conn := mustDial(t, host, 7)
 				var read, written relay.Meter
 				conn.(*Conn).SetMeters(&read, &written)
-				client, ours := socketPair(t)
-				done := make(chan error, 2)
-				go func() {
-					_, err := conn.ReadFrom(ours)
-					if err == nil {
-						err = conn.CloseWrite()
-					}
-					done <- err
-				}()
-				go func() {
-					_, err := conn.WriteTo(ours)
-					_ = ours.CloseWrite()
-					done <- err
-				}()
+				client, ours := clientPair(t)
+				done := copies(conn, ours)
 				go func() {
 					_, _ = client.Write(want)
 					_ = client.CloseWrite()
 				}()
+				require.NoError(t, <-done[relay.HalfClient])
+				require.NoError(t, conn.CloseWrite())
+				go func() {
+					if assert.NoError(t, <-done[relay.HalfGuest]) {
+						_ = ours.CloseWrite()
+					}
+				}()
 				got, err := io.ReadAll(client)
 				require.NoError(t, err)
-				require.NoError(t, <-done)
-				require.NoError(t, <-done)
 				assert.Equal(t, sha256.Sum256(want), sha256.Sum256(got))
 				assert.EqualValues(t, size, read.Bytes())
 				assert.EqualValues(t, size, written.Bytes())
@@ -223,23 +232,21 @@ func TestFB013_ResetIsNoEnd(t *testing.T) {
 func TestAbortUnblocks(t *testing.T) {
 	datapathtest.Leaks(t)
 	host, guest := twoStacks(t, offloads["csum+tso"])
-	serve(t, guest, 7, hold(t)) // never reads, never writes
+	serve(t, guest, 7, hold(t))    // never reads, never writes
+	plenty := make([]byte, 64<<20) // fills every buffer
 	for range 20 {
 		c := mustDial(t, host, 7)
-		client, ours := socketPair(t)
-		go func() { _, _ = client.Write(make([]byte, 64<<20)) }() // fills every buffer
-		done := make(chan error, 2)
-		go func() { _, err := c.ReadFrom(ours); done <- err }()
-		go func() { _, err := c.WriteTo(ours); done <- err }()
+		client, ours := clientPair(t)
+		go func() { _, _ = client.Write(plenty) }()
+		done := copies(c, ours)
 		time.Sleep(time.Millisecond)
 		c.Abort()
-		assert.ErrorIs(t, <-done, net.ErrClosed)
-		_ = ours.Close() // the reader of the socket may wait for that side
-		err := <-done
-		var ce *relay.ClientError
-		assert.True(t, errors.Is(err, net.ErrClosed) || errors.As(err, &ce), "%v", err)
+		assert.ErrorIs(t, <-done[relay.HalfClient], net.ErrClosed)
+		assert.ErrorIs(t, <-done[relay.HalfGuest], net.ErrClosed)
+		_ = ours.Close()
 		_ = client.Close()
 	}
+	assert.Empty(t, host.link.inlined.flows)
 	require.NoError(t, guest.Close())
 }
 
@@ -428,8 +435,6 @@ func TestFB013_ResetToldTwice(t *testing.T) {
 	assert.True(t, errors.Is(err, syscall.ECONNRESET) || errors.Is(err, syscall.EPIPE), "%v", err)
 	_, err = c.Read(make([]byte, 1))
 	assert.ErrorIs(t, err, syscall.ECONNRESET)
-	client, ours := socketPair(t)
-	_, err = c.WriteTo(ours)
-	assert.ErrorIs(t, err, syscall.ECONNRESET)
-	_ = client
+	_, ours := clientPair(t)
+	assert.ErrorIs(t, <-copies(c, ours)[relay.HalfGuest], syscall.ECONNRESET)
 }

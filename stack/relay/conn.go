@@ -2,7 +2,6 @@ package relay
 
 import (
 	"context"
-	"io"
 	"sync/atomic"
 	"time"
 )
@@ -46,16 +45,43 @@ type Watcher interface {
 	WaitGone(ctx context.Context) error
 }
 
-// A GuestConn is the guest's end of a TCP flow. Its two copies do without a
-// buffer of the relay's.
+// Ready says what became of a Pollable.
+type Ready uint8
+
+// What there is to try, and the end of it.
+const (
+	ReadyRead   Ready = 1 << iota // there may be something to read, or an end or error to be told
+	ReadyWrite                    // there may be room to write
+	ReadyEnd                      // behind what there is to read, there is the end or an error
+	ReadyClosed                   // it was closed on our side
+)
+
+// A Pollable is a Conn that says when it is worth another try, so that waiting
+// for it takes no goroutine.
+type Pollable interface {
+	Conn
+	// Control calls f with the descriptor, for system calls that do not wait.
+	// Close and Abort wait for f. After them it returns net.ErrClosed.
+	Control(f func(fd uintptr)) error
+	// Watch has ready called whenever a read may find something new, from a
+	// goroutine that serves many: it must not wait, and may read and write. What
+	// is there already is reported too. ReadyClosed comes from within Close or
+	// Abort, under whatever its caller holds.
+	Watch(ready func(Ready)) error
+	// WatchWrite has ready called for room to write, too, from now on. It is for
+	// when a write has found none.
+	WatchWrite() error
+}
+
+// A GuestConn is the guest's end of a TCP flow. It does the copying.
 type GuestConn interface {
 	Conn
-	// ReadFrom copies from the client until EOF. Errors of the client's side
-	// are wrapped in *ClientError.
-	io.ReaderFrom
-	// WriteTo copies to the client until the guest's EOF. Errors of the
-	// client's side are wrapped in *ClientError.
-	io.WriterTo
+	// Copy begins to copy both ways between itself and the client, which has to
+	// be a Pollable where the implementation holds no goroutine for it. ended is
+	// called once for each way, from any goroutine and under no lock: with nil at
+	// the end of the stream that comes from that side, or with what broke it, an
+	// error of the client's side in a *ClientError.
+	Copy(client Conn, ended func(from Half, err error))
 	// SetMeters makes the connection count the payload bytes it takes from the
 	// guest on read, and those it accepts towards the guest on written, as they
 	// pass. It is called before the first copy.

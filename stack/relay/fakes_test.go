@@ -253,13 +253,15 @@ func (e *end) LocalAddr() string { return "198.18.0.1:1024" }
 
 func (e *end) Resumed() time.Time { return e.pause.resumed() }
 
-func (e *end) ReadFrom(r io.Reader) (int64, error) {
-	n, err := io.Copy(writerOnly{e}, readerOnly{clientReader{r}})
-	return n, err
-}
-
-func (e *end) WriteTo(w io.Writer) (int64, error) {
-	return io.Copy(writerOnly{clientWriter{w}}, readerOnly{e})
+func (e *end) Copy(client Conn, ended func(Half, error)) {
+	go func() {
+		_, err := io.Copy(writerOnly{e}, readerOnly{clientReader{client}})
+		ended(HalfClient, err)
+	}()
+	go func() {
+		_, err := io.Copy(writerOnly{clientWriter{client}}, readerOnly{e})
+		ended(HalfGuest, err)
+	}()
 }
 
 type (

@@ -82,16 +82,21 @@ type Options struct {
 	Halved func(Half)
 }
 
-// TCP relays between client and guest until both streams have ended or either
-// side is reset, and says why. It owns both: they are closed when it returns. To
-// end it early, abort either of them.
+// TCP is Start for who has nothing to do meanwhile.
 func TCP(client Conn, guest GuestConn, o Options) End {
-	f := &tcpFlow{client: client, guest: guest, opts: o, open: 2}
+	end := make(chan End, 1)
+	Start(client, guest, o, func(e End) { end <- e })
+	return <-end
+}
+
+// Start relays between client and guest until both streams have ended or either
+// side is reset, and then calls ended with the reason, once, from any goroutine
+// and under no lock. It owns both: they are closed by then. To end it early, abort
+// either of them.
+func Start(client Conn, guest GuestConn, o Options, ended func(End)) {
+	f := &tcpFlow{client: client, guest: guest, opts: o, ended: ended, open: 2, parts: 2}
 	guest.SetMeters(o.ToHost, o.ToGuest)
-	f.others.Go(f.toHost)
-	f.toGuest()
-	f.others.Wait()
-	return f.finish()
+	guest.Copy(client, f.copied)
 }
 
 // A tcpFlow is the state of one TCP.
@@ -99,9 +104,10 @@ type tcpFlow struct {
 	client Conn
 	guest  GuestConn
 	opts   Options
-	others sync.WaitGroup // toHost, and the watch
+	ended  func(End)
 
 	mu     sync.Mutex
+	parts  int  // what has not ended: copies, and the watch
 	open   int  // streams that have not ended
 	doomed bool // a side is reset; the other is about to be, because of:
 	end    End  //
@@ -111,16 +117,21 @@ type tcpFlow struct {
 	unwait context.CancelFunc // ends the watch
 }
 
-// toGuest carries the client's stream.
-func (f *tcpFlow) toGuest() {
-	_, err := f.guest.ReadFrom(f.client)
-	f.streamEnded(HalfClient, err)
+// copied is told how the copy of the stream that comes from a side has ended.
+func (f *tcpFlow) copied(from Half, err error) {
+	f.streamEnded(from, err)
+	f.leave()
 }
 
-// toHost carries the guest's stream.
-func (f *tcpFlow) toHost() {
-	_, err := f.guest.WriteTo(f.client)
-	f.streamEnded(HalfGuest, err)
+// leave ends one part of the flow, and the flow with the last.
+func (f *tcpFlow) leave() {
+	f.mu.Lock()
+	f.parts--
+	last := f.parts == 0
+	f.mu.Unlock()
+	if last {
+		f.ended(f.finish())
+	}
 }
 
 // streamEnded is told how the stream that comes from a side has ended.
@@ -214,7 +225,11 @@ func (f *tcpFlow) watch(by Half) {
 	if w, ok := side.(Watcher); ok {
 		var ctx context.Context
 		ctx, f.unwait = context.WithCancel(context.Background())
-		f.others.Go(func() { f.waitGone(ctx, w, by) })
+		f.parts++ // a copy lives, so it was not the last
+		go func() {
+			f.waitGone(ctx, w, by)
+			f.leave()
+		}()
 	}
 }
 
