@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/culvertnet/culvert/datapath"
+	"github.com/culvertnet/culvert/datapath/attach"
 	"github.com/culvertnet/culvert/datapath/datapathtest"
 	"github.com/culvertnet/culvert/datapath/tap"
 	"github.com/culvertnet/culvert/stack"
@@ -72,6 +73,11 @@ func eachPath(b *testing.B, measure func(*testing.B, *bed)) {
 	if withPeers {
 		paths = slices.Concat(ownPaths, peerPaths)
 	}
+	eachOf(b, paths, measure)
+}
+
+// eachOf measures each of paths.
+func eachOf(b *testing.B, paths []path, measure func(*testing.B, *bed)) {
 	for _, p := range paths {
 		b.Run("path="+p.name, func(b *testing.B) {
 			bed := p.open(b)
@@ -123,6 +129,37 @@ func openTapAs(tb testing.TB, wrap func(datapath.Attachment) datapath.Attachment
 	require.NoError(tb, err)
 	setUp(tb, guest, "tap0", node+"/24")
 	b := mustRelay(tb, wrap(att), node, gateway, 5*time.Second)
+	b.guest, b.server = guest, node
+	return b
+}
+
+// framePaths are culvert by transports that know no offloads, to a guest at native
+// speed. Every frame passes one by one, and most of what it costs is the system calls
+// of both ends.
+var framePaths = []path{
+	{"culvert-stream", false, func(tb testing.TB) *bed { return openNIC(tb, "qemu:unix:", "stream") }},
+	{"culvert-unixgram", false, func(tb testing.TB) *bed { return openNIC(tb, "unixgram:", "dgram") }},
+}
+
+// openNIC is culvert behind a socket, with a VMM that is nothing but its NIC.
+//
+//	client ── lo ── listener ── netstack ── socket ── nic ── tap0 ── server
+//	                this process                      ┊ guest namespace
+func openNIC(tb testing.TB, scheme, kind string) *bed {
+	tb.Helper()
+	guest := datapathtest.NewNetNS(tb)
+	path := socketPath(tb)
+	spec, err := attach.ParseSpec(scheme + path)
+	require.NoError(tb, err)
+	l, err := attach.Listen(spec, attach.Options{})
+	require.NoError(tb, err)
+	tb.Cleanup(func() { _ = l.Close() })
+	startRole(tb, guest, "nic", node+"/24", kind, path, socketPath(tb))
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	defer cancel()
+	att, err := l.Accept(ctx)
+	require.NoError(tb, err)
+	b := mustRelay(tb, att, node, gateway, patience)
 	b.guest, b.server = guest, node
 	return b
 }

@@ -26,7 +26,7 @@ import (
 func playRole(role string, args []string) int {
 	if err := map[string]func([]string) error{
 		"echo": roleEcho, "hold": roleHold, "pingpong": rolePingPong, "connect": roleConnect,
-		"sink": roleSink, "blast": roleBlast, "ask": roleAsk, "answer": roleAnswer,
+		"sink": roleSink, "blast": roleBlast, "ask": roleAsk, "answer": roleAnswer, "nic": roleNIC,
 	}[role](args); err != nil {
 		fmt.Fprintln(os.Stderr, role+":", err)
 		return 1

@@ -25,6 +25,7 @@ import (
 // Of linux/if_tun.h and linux/if.h.
 const (
 	iffTAP     = 0x2
+	iffNoPI    = 0x1000
 	iffLowerUp = 0x10000 // there is carrier
 )
 
