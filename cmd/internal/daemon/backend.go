@@ -257,16 +257,23 @@ func (d *Daemon) Unpublish(ctx context.Context, r api.PublishRequest) ([]api.Lis
 	return rows, nil
 }
 
-// rowsOf returns the rows of owners, in their order.
+// rowsOf returns the rows of publishes' owners, in their order. Each has one row
+// and no name, and the rest of the ledger is not put into words.
 func (d *Daemon) rowsOf(owners []listener.Owner) []api.Listener {
-	byOwner := make(map[api.Owner]api.Listener)
-	for _, l := range d.ledger() {
-		byOwner[l.Owner] = l
+	asked := make(map[listener.Owner]*stack.Row, len(owners))
+	for _, o := range owners {
+		asked[o] = nil
+	}
+	ledger := d.forwarder.Rows()
+	for i := range ledger {
+		if _, is := asked[ledger[i].Owner]; is {
+			asked[ledger[i].Owner] = &ledger[i]
+		}
 	}
 	rows := make([]api.Listener, 0, len(owners))
 	for _, o := range owners {
-		if l, ok := byOwner[ownerOf(o)]; ok {
-			rows = append(rows, l)
+		if r := asked[o]; r != nil {
+			rows = append(rows, d.listener(*r))
 		}
 	}
 	return rows
