@@ -58,7 +58,7 @@ demo:
 	contrib/install-deps.sh demo
 	contrib/demo.sh
 
-# Real numbers take a quiet machine and ten minutes: whole rounds one after the other, so that a bad minute
+# Real numbers take a quiet machine and most of an hour: whole rounds one after the other, so that a bad minute
 # spoils every row alike. Raw output is kept; BENCHMARKS.md is written from it.
 # BENCH picks among the benchmarks, and RUNS names folders of earlier sittings whose figures stay in it.
 ROUNDS ?= 7

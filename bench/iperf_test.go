@@ -115,6 +115,7 @@ func measureStream(b *testing.B, bed *bed, dir string, flows int) {
 func BenchmarkTCPStream(b *testing.B) {
 	if withPeers {
 		eachPath(b, streams([]string{"host-to-guest", "guest-to-host"}, 1, 8, 64))
+		eachOf(b, []path{gvproxyHuge}, streams([]string{"host-to-guest", "guest-to-host"}, 1, 8))
 		return
 	}
 	eachPath(b, streams([]string{"host-to-guest", "guest-to-host", "both"}, 1, 2, 4, 8, 16, 64))

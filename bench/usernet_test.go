@@ -11,6 +11,7 @@ import (
 	"net/http"
 	"os"
 	"os/exec"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -128,7 +129,10 @@ func askSlirp(api string, hostfwd map[string]any) ([]byte, error) {
 //
 //	client ── lo ── gvproxy ── unix socket ┊ forwarder ── tap ── server
 //	                                       ┊ guest namespace
-func openGvproxy(tb testing.TB) *bed {
+func openGvproxy(tb testing.TB) *bed { return openGvproxyAt(tb, 1500) } // as everybody runs it
+
+// openGvproxyAt is gvproxy with an MTU. Its own is 1500; a guest could be told of more.
+func openGvproxyAt(tb testing.TB, mtu int) *bed {
 	tb.Helper()
 	const guest = "192.168.127.2" // the only guest it has an address for
 	b := &bed{
@@ -136,18 +140,18 @@ func openGvproxy(tb testing.TB) *bed {
 		server: guest, serverPort: guestPort, client: "127.0.0.1", port: publishedPort,
 	}
 	api := socketPath(tb)
-	b.start(tb, exec.Command(find(tb, "gvproxy"), "-listen", "unix://"+api, "-ssh-port", "-1"))
+	b.start(tb, exec.Command(find(tb, "gvproxy"), "-listen", "unix://"+api, "-ssh-port", "-1", "-mtu", strconv.Itoa(mtu)))
 	awaitSocket(tb, api)
 	require.NoError(tb, b.guest.Do(func() error {
-		mac, err := net.ParseMAC("5a:94:ef:e4:0c:ee") // of that guest
-		if err != nil {
+		link := &netlink.Tuntap{LinkAttrs: netlink.LinkAttrs{Name: "tap0"}, Mode: iffTAP}
+		if err := netlink.LinkAdd(link); err != nil {
 			return err
 		}
-		return netlink.LinkAdd(&netlink.Tuntap{LinkAttrs: netlink.LinkAttrs{Name: "tap0", HardwareAddr: mac}, Mode: iffTAP})
+		return netlink.LinkSetMTU(link, mtu)
 	}))
 	setUp(tb, b.guest, "tap0", guest+"/24")
-	startProgram(tb, b.guest, exec.Command(find(tb, "vm"), "-url", "unix://"+api, "-preexisting"))
-	require.Eventually(tb, func() bool { // the forwarder has opened it
+	startProgram(tb, b.guest, exec.Command(find(tb, "vm"), "-url", "unix://"+api, "-preexisting", "-mtu", strconv.Itoa(mtu+14))) // of a frame
+	require.Eventually(tb, func() bool {                                                                                         // the forwarder has opened it
 		return b.guest.Do(func() error {
 			link, err := netlink.LinkByName("tap0")
 			if err == nil && link.Attrs().RawFlags&iffLowerUp == 0 {
