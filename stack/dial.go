@@ -96,14 +96,11 @@ func (d *dialing) giveUp(why error) {
 func (d *dialing) watch() {
 	limit := d.f.opts.Timeouts.Connect
 	d.mu.Lock()
-	if !d.over {
-		d.timer = time.AfterFunc(limit-min(leaveWatch, limit), func() { d.giveUp(syscall.ETIMEDOUT) })
-	}
-	over := d.over
-	d.mu.Unlock()
-	if over {
+	defer d.mu.Unlock() // Watch is before that of who copies, or not at all
+	if d.over {
 		return
 	}
+	d.timer = time.AfterFunc(limit-min(leaveWatch, limit), func() { d.giveUp(syscall.ETIMEDOUT) })
 	// A client that cannot be watched is left to the clock.
 	_ = d.flow.conn.Watch(func(r relay.Ready) {
 		if r&relay.ReadyEnd != 0 && d.flow.conn.Gone() {

@@ -28,8 +28,8 @@ func newConn(set *clientSet, fd int, listen, remote netip.AddrPort) (*Conn, erro
 }
 
 // watchedAlways is what every client in the set is watched for; a reset and an
-// error always show.
-const watchedAlways = unix.EPOLLIN | unix.EPOLLRDHUP
+// error always show. EPOLLPRI is urgent data, at which a read(2) stops short.
+const watchedAlways = unix.EPOLLIN | unix.EPOLLRDHUP | unix.EPOLLPRI
 
 func (c *Conn) watch(ready func(relay.Ready)) error {
 	c.mu.Lock()
@@ -75,7 +75,7 @@ func (c *Conn) event(events uint32) {
 	if events&(unix.EPOLLOUT|unix.EPOLLERR|unix.EPOLLHUP) != 0 {
 		r |= relay.ReadyWrite
 	}
-	if events&(unix.EPOLLRDHUP|unix.EPOLLERR|unix.EPOLLHUP) != 0 {
+	if events&(unix.EPOLLRDHUP|unix.EPOLLPRI|unix.EPOLLERR|unix.EPOLLHUP) != 0 {
 		r |= relay.ReadyEnd
 	}
 	c.mu.RLock()

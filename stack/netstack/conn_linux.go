@@ -74,10 +74,14 @@ func (r *socketReader) pump(budget int) (outcome, error) {
 // is over or the stream.
 func (r *socketReader) move(fd uintptr) {
 	r.fd = int(fd)
+	fresh := false // what is held was read just now
 	for {
-		if r.held.Len() == 0 && !r.probe() {
-			r.out = waitClient
-			return
+		if r.held.Len() == 0 {
+			if !r.probe() {
+				r.out = waitClient
+				return
+			}
+			fresh = true
 		}
 		for r.held.Len() > 0 {
 			if !r.write(&r.held) {
@@ -87,9 +91,10 @@ func (r *socketReader) move(fd uintptr) {
 		}
 		full := r.buf != nil && r.held.Size() == probeSize
 		r.drop()
-		if !full && !r.k.finished.Load() {
+		if fresh && !full && !r.k.finished.Load() {
 			// A read that found less than it asked for found all (epoll(7)); what
-			// comes is an event, and so is the end, unless it was one already.
+			// comes is an event, and so is the end, unless it was one already. What
+			// came while the guest had no room was one, too, that nobody looked at.
 			r.out = waitClient
 			return
 		}

@@ -121,7 +121,7 @@ func (s *Stack) DialContext(ctx context.Context, network, addr string) (net.Conn
 		s.link.filter.release(c.peer)
 		return nil, fmt.Errorf("dial %s: %w", dst, err)
 	}
-	return &ownConn{TCPConn: gonet.NewTCPConn(&c.queue, c.ep), release: sync.OnceFunc(func() { s.link.filter.release(c.peer) })}, nil
+	return &ownConn{TCPConn: gonet.NewTCPConn(&c.queue, c.ep), release: sync.OnceFunc(func() { c.outline(); s.link.filter.release(c.peer) })}, nil
 }
 
 // An ownConn is a connection of the daemon's own: with deadlines, which Conn has

@@ -91,7 +91,7 @@ func (c *Conn) inline(dst netip.AddrPort) {
 	c.tuple = t
 }
 
-// outline ends inline. c is closed.
+// outline ends inline. c is closed, or its dial has long been told.
 func (c *Conn) outline() {
 	i := &c.stack.link.inlined
 	i.mu.Lock()

@@ -52,7 +52,7 @@ type Ready uint8
 const (
 	ReadyRead   Ready = 1 << iota // there may be something to read, or an end or error to be told
 	ReadyWrite                    // there may be room to write
-	ReadyEnd                      // behind what there is to read, there is the end or an error
+	ReadyEnd                      // behind what a read finds, there is the end, an error, or more (urgent data)
 	ReadyClosed                   // it was closed on our side
 )
 
