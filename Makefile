@@ -86,8 +86,11 @@ bench-peers: need-go
 		(cd bench && CULVERT_BENCH_PEERS=1 CULVERT_BENCH_SECONDS=1 ../$$dir/bench.test -test.run '^$$' \
 			-test.bench "^Benchmark($$what)\$$" -test.benchtime 1x -test.timeout 10m) > $$dir/round-$$i.txt; what='$(PEERS)'; done
 
+# Of the peers only that each passes a byte.
 bench-smoke: need-go
+	contrib/install-deps.sh bench
 	CULVERT_BENCH_SECONDS=1 go test -run '^$$' -bench . -benchtime 1x -timeout 20m ./bench
+	CULVERT_BENCH_SECONDS=1 CULVERT_BENCH_PEERS=1 go test -run '^$$' -bench '^BenchmarkPingPong$$' -benchtime 1x ./bench
 
 # Each fuzz target for FUZZTIME: go test takes one at a time.
 fuzz: need-go
