@@ -50,6 +50,9 @@ func (r *socketReader) init(k *flowCopy) { r.k, r.c, r.try = k, k.conn, r.move }
 // pump is a direction's.
 func (r *socketReader) pump(budget int) (outcome, error) {
 	r.turn = budget
+	if r.out == waitGuest {
+		r.c.growSend()
+	}
 	switch {
 	case r.c.closed.Load():
 		r.err = net.ErrClosed

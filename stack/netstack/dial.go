@@ -46,6 +46,7 @@ func (s *Stack) StartTCP(dst netip.AddrPort, done func(relay.GuestConn, error)) 
 		return func() {}
 	}
 	c.ep = ep
+	c.holdSend()
 	d := &dialing{conn: c, dst: dst, done: done}
 	c.dialing.Store(d) // the answer may be quicker than Connect
 	err = ep.Connect(fullAddress(dst))

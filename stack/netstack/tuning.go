@@ -5,6 +5,7 @@ import (
 	"time"
 
 	"gvisor.dev/gvisor/pkg/tcpip"
+	"gvisor.dev/gvisor/pkg/tcpip/header"
 	"gvisor.dev/gvisor/pkg/tcpip/stack"
 	"gvisor.dev/gvisor/pkg/tcpip/transport/tcp"
 )
@@ -70,6 +71,29 @@ func tuneTCP(s *stack.Stack, share int) error {
 		return fmt.Errorf("set port range: %w", wrapError(err))
 	}
 	return setBuffers(s, share)
+}
+
+// holdSend takes the growth of the send buffer from gVisor. It would shrink a
+// buffer that is larger than a share that has become less: a writer that waits is
+// then woken only by one acknowledgement that leads from half of the old size to
+// half of the new, and what a write has taken beyond the new size is lost.
+func (c *Conn) holdSend() {
+	o := c.ep.SocketOptions()
+	o.SetSendBufferSize(o.GetSendBufferSize(), true)
+}
+
+// growSend has the send buffer grow with the congestion window, to twice its
+// bytes as gVisor would, within the share. It is for when a write found no room.
+func (c *Conn) growSend() {
+	var info tcpip.TCPInfoOption
+	if c.ep.GetSockOpt(&info) != nil {
+		return // as it is
+	}
+	window := int64(info.SndCwnd) * int64(c.stack.opts.MTU-header.IPv4MinimumSize-header.TCPMinimumSize)
+	size := min(2*window, int64(c.stack.net.TCPSendBufferLimits().Max))
+	if o := c.ep.SocketOptions(); size > o.GetSendBufferSize() {
+		o.SetSendBufferSize(size, false)
+	}
 }
 
 // setBuffers makes share the most that one direction of one flow may buffer.
