@@ -7,6 +7,7 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/culvertnet/culvert/stack/listener"
 	"github.com/culvertnet/culvert/stack/relay"
 )
 
@@ -102,8 +103,8 @@ func (d *dialing) watch() {
 	}
 	d.timer = time.AfterFunc(limit-min(leaveWatch, limit), func() { d.giveUp(syscall.ETIMEDOUT) })
 	// A client that cannot be watched is left to the clock.
-	_ = d.flow.conn.Watch(func(r relay.Ready) {
-		if r&relay.ReadyEnd != 0 && d.flow.conn.Gone() {
+	_ = d.flow.conn.Watch(func(r listener.Ready) {
+		if r&listener.ReadyEnd != 0 && d.flow.conn.Gone() {
 			d.giveUp(errLeft)
 		}
 	})

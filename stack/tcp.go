@@ -74,7 +74,7 @@ func (f *Forwarder) serveTCP(fl *flow, vm *VM) {
 		fl.ownOnly(c.Abort, guest.Abort)
 		fl.setSource(guest.LocalAddr)
 		fl.half.Store(int32(relay.HalfNone))
-		relay.Start(c, guest, relay.Options{
+		relay.Start(client{c}, guest, relay.Options{
 			HalfClose: f.opts.Timeouts.HalfClose,
 			ToGuest:   &fl.toGuest,
 			ToHost:    &fl.toHost,

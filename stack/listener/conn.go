@@ -7,14 +7,12 @@ import (
 	"net"
 	"net/netip"
 	"sync"
-
-	"github.com/culvertnet/culvert/stack/relay"
 )
 
 // A Conn is an accepted TCP client: a non-blocking socket that its Group's
 // goroutine for clients watches once somebody waits for it (Watch, or Read and
-// the others that block). It satisfies relay.Conn, relay.Pollable and
-// relay.Watcher. Read and Write may run at the same time, each in one goroutine;
+// the others that block). It satisfies relay.Conn and relay.Watcher.
+// Read and Write may run at the same time, each in one goroutine;
 // the other methods may be called at any time, also twice. Its own memory is some
 // 200 bytes; it holds no buffer.
 type Conn struct {
@@ -25,20 +23,31 @@ type Conn struct {
 	mu     sync.RWMutex // held for reading during system calls on fd
 	fd     int
 	closed bool
-	events uint32            // what the set watches for; 0 when it is not in there
-	ready  func(relay.Ready) // see Watch
-	waits  *waits            // of calls that block; made with the first
+	events uint32      // what the set watches for; 0 when it is not in there
+	ready  func(Ready) // see Watch
+	waits  *waits      // of calls that block; made with the first
 }
+
+// Ready says what became of a Conn that is watched.
+type Ready uint8
+
+// What there is to try, and the end of it.
+const (
+	ReadyRead   Ready = 1 << iota // there may be something to read, or an end or error to be told
+	ReadyWrite                    // there may be room to write
+	ReadyEnd                      // behind what a read finds, there is the end, an error, or more (urgent data)
+	ReadyClosed                   // it was closed on our side
+)
 
 // waits wake the calls that block: a wake-up that nobody waits for is kept.
 type waits struct{ read, write chan struct{} }
 
-func (w *waits) wake(r relay.Ready) {
+func (w *waits) wake(r Ready) {
 	for _, of := range []struct {
-		r  relay.Ready
+		r  Ready
 		ch chan struct{}
-	}{{relay.ReadyRead, w.read}, {relay.ReadyWrite, w.write}} {
-		if r&(of.r|relay.ReadyClosed) != 0 {
+	}{{ReadyRead, w.read}, {ReadyWrite, w.write}} {
+		if r&(of.r|ReadyClosed) != 0 {
 			select {
 			case of.ch <- struct{}{}:
 			default:
@@ -53,11 +62,17 @@ func (c *Conn) LocalAddr() netip.AddrPort { return c.local }
 // RemoteAddr is the client's address and port.
 func (c *Conn) RemoteAddr() netip.AddrPort { return c.remote }
 
-// Watch implements relay.Pollable. It fails with net.ErrClosed after Close, and
-// when the user's epoll watches have run out (epoll(7), max_user_watches).
-func (c *Conn) Watch(ready func(relay.Ready)) error { return c.opError("watch", c.watch(ready)) }
+// Watch has ready called whenever a read may find something new, from a goroutine
+// that serves many: it must not wait, and may read and write. What is there already
+// is reported too. ReadyClosed comes from within Close or Abort. Watching again
+// puts the new function in the old one's place.
+//
+// It fails with net.ErrClosed after Close, and when the user's epoll watches have
+// run out (epoll(7), max_user_watches).
+func (c *Conn) Watch(ready func(Ready)) error { return c.opError("watch", c.watch(ready)) }
 
-// WatchWrite implements relay.Pollable.
+// WatchWrite has ready called for room to write, too, from now on. It is for when a
+// write has found none: a socket nearly always has some.
 func (c *Conn) WatchWrite() error { return c.opError("watch", c.watchWrite()) }
 
 // Gone reports whether the connection is dead: the client reset it, or it ended
@@ -88,9 +103,8 @@ func (c *Conn) Write(p []byte) (int, error) {
 	return n, c.opError("write", err)
 }
 
-// Control implements relay.Pollable: f may use the descriptor for system calls
-// that do not wait; Close and Abort wait for it. After Close it returns
-// net.ErrClosed.
+// Control calls f with the descriptor, for system calls that do not wait; Close and
+// Abort wait for f. f calls no method of c. After Close it returns net.ErrClosed.
 func (c *Conn) Control(f func(fd uintptr)) error {
 	c.mu.RLock()
 	defer c.mu.RUnlock()
@@ -134,8 +148,3 @@ func (c *Conn) opError(op string, err error) error {
 	}
 	return &net.OpError{Op: op, Net: "tcp", Source: net.TCPAddrFromAddrPort(c.local), Addr: net.TCPAddrFromAddrPort(c.remote), Err: err}
 }
-
-var (
-	_ relay.Pollable = (*Conn)(nil)
-	_ relay.Watcher  = (*Conn)(nil)
-)

@@ -7,7 +7,6 @@ import (
 	"net/netip"
 	"os"
 
-	"github.com/culvertnet/culvert/stack/relay"
 	"golang.org/x/sys/unix"
 )
 
@@ -31,7 +30,7 @@ func newConn(set *clientSet, fd int, listen, remote netip.AddrPort) (*Conn, erro
 // error always show. EPOLLPRI is urgent data, at which a read(2) stops short.
 const watchedAlways = unix.EPOLLIN | unix.EPOLLRDHUP | unix.EPOLLPRI
 
-func (c *Conn) watch(ready func(relay.Ready)) error {
+func (c *Conn) watch(ready func(Ready)) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.ready = ready
@@ -68,15 +67,15 @@ func (c *Conn) watchFor(events uint32) error {
 
 // event is told on the set's goroutine what epoll_wait(2) says of c.
 func (c *Conn) event(events uint32) {
-	var r relay.Ready
+	var r Ready
 	if events&(watchedAlways|unix.EPOLLERR|unix.EPOLLHUP) != 0 {
-		r |= relay.ReadyRead
+		r |= ReadyRead
 	}
 	if events&(unix.EPOLLOUT|unix.EPOLLERR|unix.EPOLLHUP) != 0 {
-		r |= relay.ReadyWrite
+		r |= ReadyWrite
 	}
 	if events&(unix.EPOLLRDHUP|unix.EPOLLPRI|unix.EPOLLERR|unix.EPOLLHUP) != 0 {
-		r |= relay.ReadyEnd
+		r |= ReadyEnd
 	}
 	c.mu.RLock()
 	ready, waits := c.ready, c.waits
@@ -175,10 +174,10 @@ func (c *Conn) close() error {
 	ready, waits := c.ready, c.waits
 	c.mu.Unlock()
 	if waits != nil {
-		waits.wake(relay.ReadyClosed)
+		waits.wake(ReadyClosed)
 	}
 	if ready != nil {
-		ready(relay.ReadyClosed)
+		ready(ReadyClosed)
 	}
 	return os.NewSyscallError("close", err)
 }

@@ -10,7 +10,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/culvertnet/culvert/stack/relay"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	"golang.org/x/sys/unix"
@@ -261,29 +260,29 @@ func TestConnHoldsNoThread(t *testing.T) {
 // A Pollable's owner is told when to try again, once for each reason.
 func TestConnWatch(t *testing.T) {
 	client, c := mustPair(t)
-	events := make(chan relay.Ready, 16)
-	require.NoError(t, c.Watch(func(r relay.Ready) { events <- r }))
+	events := make(chan Ready, 16)
+	require.NoError(t, c.Watch(func(r Ready) { events <- r }))
 	_, err := client.Write([]byte("x"))
 	require.NoError(t, err)
-	require.Equal(t, relay.ReadyRead, <-events, "room to write was not asked for")
+	require.Equal(t, ReadyRead, <-events, "room to write was not asked for")
 	b := make([]byte, 4)
 	n, err := c.Read(b)
 	require.NoError(t, err)
 	assert.Equal(t, "x", string(b[:n]))
 
 	require.NoError(t, c.WatchWrite())
-	assert.NotZero(t, <-events&relay.ReadyWrite, "what is so already is reported")
+	assert.NotZero(t, <-events&ReadyWrite, "what is so already is reported")
 	require.NoError(t, c.WatchWrite())
 	_, err = client.Write([]byte("y"))
 	require.NoError(t, err)
-	assert.NotZero(t, <-events&relay.ReadyRead)
+	assert.NotZero(t, <-events&ReadyRead)
 
 	require.NoError(t, client.SetLinger(0))
 	client.Close()
-	assert.Equal(t, relay.ReadyRead|relay.ReadyWrite|relay.ReadyEnd, <-events, "a reset is for both")
+	assert.Equal(t, ReadyRead|ReadyWrite|ReadyEnd, <-events, "a reset is for both")
 
 	require.NoError(t, c.Close())
-	assert.Equal(t, relay.ReadyClosed, <-events)
+	assert.Equal(t, ReadyClosed, <-events)
 	assert.ErrorIs(t, c.Watch(nil), net.ErrClosed)
 	assert.ErrorIs(t, c.WatchWrite(), net.ErrClosed)
 	assert.ErrorIs(t, c.Control(func(uintptr) {}), net.ErrClosed)

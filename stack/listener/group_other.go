@@ -6,8 +6,6 @@ import (
 	"context"
 	"errors"
 	"net/netip"
-
-	"github.com/culvertnet/culvert/stack/relay"
 )
 
 func newGroup(Handler) (*Group, error) { return nil, errors.ErrUnsupported }
@@ -44,7 +42,7 @@ func (c *Conn) endInOrder() {}
 
 type clientSet struct{}
 
-func (c *Conn) watch(func(relay.Ready)) error { return errors.ErrUnsupported }
+func (c *Conn) watch(func(Ready)) error { return errors.ErrUnsupported }
 
 func (c *Conn) watchWrite() error { return errors.ErrUnsupported }
 

@@ -32,6 +32,7 @@ type Conn struct {
 
 	closed  atomic.Bool // Close or Abort was called
 	settled sync.Once   // the flow was taken off the books
+	worked  atomic.Bool // the reader is at work on it; see inline.go
 	tuple   tuple       // of inline.go; under inlined.mu
 
 	// reading is held while received bytes are looked at in place: what the

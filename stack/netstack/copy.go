@@ -35,8 +35,9 @@ import (
 // event only when it finds it so: an event that is skipped is none that the pump
 // waits for.
 
-// inlineBytes is what a direction may move on somebody else's goroutine.
-const inlineBytes = 64 << 10
+// inlineBytes is what a direction may move on somebody else's goroutine: one read
+// of a usual request or answer.
+const inlineBytes = 16 << 10
 
 // States of a direction.
 const (
@@ -147,12 +148,22 @@ func (k *flowCopy) clientReady(r relay.Ready) {
 func (k *flowCopy) guestReady(mask waiter.EventMask) {
 	if mask&(waiter.ReadableEvents|waiter.EventHUp|waiter.EventErr) != 0 &&
 		!k.toHost.idleButFor(waitGuest) && k.toHost.wake() {
-		k.conn.stack.runner.add(&k.toHost)
+		k.later(&k.toHost)
 	}
 	if mask&(waiter.WritableEvents|waiter.EventHUp|waiter.EventErr) != 0 &&
 		!k.toGuest.idleButFor(waitGuest) && k.toGuest.wake() {
-		k.conn.stack.runner.add(&k.toGuest)
+		k.later(&k.toGuest)
 	}
+}
+
+// later runs d, which is running: at the end of the reader's batch if it is the
+// reader who works on the flow, else in a goroutine.
+func (k *flowCopy) later(d *direction) {
+	if k.conn.worked.Load() {
+		k.conn.stack.runner.add(d)
+		return
+	}
+	k.conn.stack.pool.run(d)
 }
 
 // wakeBoth has both directions look at once, not within the call.
@@ -179,7 +190,7 @@ func (k *flowCopy) run(d *direction, budget int) {
 			return
 		case moreToMove:
 			if budget < bulkTurn {
-				go k.run(d, bulkTurn) // its flow lasts until it is over
+				k.conn.stack.pool.run(d)
 				return
 			}
 			continue

@@ -110,12 +110,12 @@ func TestCopyPassesUrgentData(t *testing.T) {
 	l, err := g.ListenTCP(netip.MustParseAddrPort("127.0.0.1:0"), nil)
 	require.NoError(t, err)
 	var clients [2]net.Conn
-	var ours [2]*listener.Conn
+	var ours [2]hostClient
 	for i := range clients {
 		clients[i], err = net.Dial("tcp", l.Addr().String())
 		require.NoError(t, err)
 		defer clients[i].Close()
-		ours[i] = <-accepted
+		ours[i] = hostClient{<-accepted}
 		defer ours[i].Abort()
 	}
 	conn := mustDial(t, host, 7)

@@ -10,7 +10,6 @@ import (
 	"gvisor.dev/gvisor/pkg/tcpip/checksum"
 	"gvisor.dev/gvisor/pkg/tcpip/header"
 	"gvisor.dev/gvisor/pkg/tcpip/stack"
-	"gvisor.dev/gvisor/pkg/tcpip/transport/tcp"
 )
 
 const (
@@ -45,7 +44,7 @@ type inbound struct {
 	lent   int // of loans, in this batch
 	udp    udpRun
 
-	held     *tcp.Endpoint         // its lock is ours; see inline.go
+	held     *Conn                 // its lock is ours; see inline.go
 	observer datapath.DropObserver // nil without
 }
 
@@ -175,7 +174,7 @@ func (in *inbound) take(f *datapath.Frame, l *loan) {
 		in.drop(f, datapath.DropUnwanted)
 		return
 	}
-	in.holdFlow(head)
+	in.holdFlow(head, f.N)
 	in.deliver(header.IPv4ProtocolNumber, f.N, l)
 	if link.udp.woken.Load() {
 		in.udp.flush() // came before
@@ -183,29 +182,29 @@ func (in *inbound) take(f *datapath.Frame, l *loan) {
 	}
 }
 
-// holdFlow takes the lock of the flow whose segment head begins, if it can, and
+// holdFlow takes the lock of the flow whose segment of n bytes head begins, if it can, and
 // settles with the flow before.
-func (in *inbound) holdFlow(head []byte) {
-	var ep *tcp.Endpoint
+func (in *inbound) holdFlow(head []byte, n int) {
+	var c *Conn
 	ip := header.IPv4(head[header.EthernetMinimumSize:])
 	hlen := int(ip.HeaderLength())
-	if ip.TransportProtocol() == header.TCPProtocolNumber && !ip.More() && ip.FragmentOffset() == 0 && len(ip) >= hlen+header.TCPMinimumSize {
-		ep = in.link.inlined.find(tupleOf(ip, hlen))
+	if n <= inlineSegment && ip.TransportProtocol() == header.TCPProtocolNumber && !ip.More() && ip.FragmentOffset() == 0 && len(ip) >= hlen+header.TCPMinimumSize {
+		c = in.link.inlined.find(tupleOf(ip, hlen))
 	}
-	if ep == in.held {
+	if c == in.held {
 		return
 	}
 	in.settle()
-	if ep != nil && take(ep) {
-		in.held = ep
+	if c != nil && c.take() {
+		in.held = c
 	}
 }
 
 // settle works on the segments that were delivered to the flow that is held.
 func (in *inbound) settle() {
-	if ep := in.held; ep != nil {
+	if c := in.held; c != nil {
 		in.held = nil
-		work(ep)
+		c.work()
 	}
 }
 

@@ -24,8 +24,15 @@ import (
 // processor would. Whenever the lock is not free everything is as it was: the
 // holder, or the processor, finds the segment in its queue.
 //
+// Segments that are long (inlineSegment) are left to the processor: a flow in bulk
+// has work for more than one thread, and acknowledges less often if what arrives
+// meanwhile is worked off together.
+//
 // Order is kept, because whoever works takes segments from the one queue under
 // the endpoint's lock.
+
+// inlineSegment is the longest frame the reader works on by itself.
+const inlineSegment = 16 << 10
 
 // A tuple names a TCP flow of this stack: IPv4 addresses and ports.
 type tuple struct {
@@ -53,10 +60,10 @@ func tupleBetween(local, remote netip.AddrPort) (t tuple, ok bool) {
 // concurrent use.
 type inlined struct {
 	mu    sync.RWMutex
-	flows map[tuple]*tcp.Endpoint
+	flows map[tuple]*Conn
 }
 
-func (i *inlined) find(t tuple) *tcp.Endpoint {
+func (i *inlined) find(t tuple) *Conn {
 	i.mu.RLock()
 	defer i.mu.RUnlock()
 	return i.flows[t]
@@ -66,11 +73,10 @@ func (i *inlined) find(t tuple) *tcp.Endpoint {
 // closed. Those that come before, the answer to the first if it is quick, take
 // gVisor's way.
 func (c *Conn) inline(dst netip.AddrPort) {
-	ep, ok := c.ep.(*tcp.Endpoint)
-	if !ownedKnown || !ok {
+	if !ownedKnown {
 		return
 	}
-	a, err := ep.GetLocalAddress()
+	a, err := c.ep.GetLocalAddress()
 	if err != nil {
 		return
 	}
@@ -85,9 +91,9 @@ func (c *Conn) inline(dst netip.AddrPort) {
 		return // outline was here
 	}
 	if i.flows == nil {
-		i.flows = make(map[tuple]*tcp.Endpoint)
+		i.flows = make(map[tuple]*Conn)
 	}
-	i.flows[t] = ep
+	i.flows[t] = c
 	c.tuple = t
 }
 
@@ -96,13 +102,14 @@ func (c *Conn) outline() {
 	i := &c.stack.link.inlined
 	i.mu.Lock()
 	defer i.mu.Unlock()
-	if ep, ok := i.flows[c.tuple]; ok && ep == c.ep {
+	if i.flows[c.tuple] == c {
 		delete(i.flows, c.tuple)
 	}
 }
 
-// take takes ep's lock as a user's, if it is free.
-func take(ep *tcp.Endpoint) bool {
+// take takes the endpoint's lock as a user's, if it is free.
+func (c *Conn) take() bool {
+	ep := c.ep.(*tcp.Endpoint)
 	if !ep.TryLock() {
 		return false
 	}
@@ -111,16 +118,19 @@ func take(ep *tcp.Endpoint) bool {
 }
 
 // work lets the lock of take go and works through what was queued meanwhile.
-func work(ep *tcp.Endpoint) {
+func (c *Conn) work() {
+	ep := c.ep.(*tcp.Endpoint)
 	state := ep.EndpointState()
 	owned(ep).Store(0)
 	ep.ResumeWork() // unlocks
+	c.worked.Store(true)
 	switch state {
 	case tcp.StateConnecting, tcp.StateSynSent, tcp.StateSynRecv:
 		handleConnecting(ep)
 	case tcp.StateEstablished, tcp.StateFinWait1, tcp.StateFinWait2, tcp.StateCloseWait, tcp.StateLastAck, tcp.StateClosing:
 		handleConnected(ep)
 	}
+	c.worked.Store(false)
 	// Where somebody else had the lock for a moment, or there was more than one
 	// turn's worth, or the state is none of ours: the processor is woken if
 	// anything is left.

@@ -76,3 +76,60 @@ func (r *runner) wait() {
 		r.ended.Wait()
 	}
 }
+
+// A pool runs bulk copies: each as long as it has something to move, on a
+// goroutine that has grown its stack for the one before.
+type pool struct {
+	mu     sync.Mutex
+	idle   []chan *direction
+	closed bool
+	wg     sync.WaitGroup
+}
+
+// maxIdle bounds how many goroutines wait: 64 × some 10 KiB of stack.
+const maxIdle = 64
+
+// run has d, which is running, run until it waits.
+func (p *pool) run(d *direction) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if n := len(p.idle); n > 0 {
+		w := p.idle[n-1]
+		p.idle = p.idle[:n-1]
+		w <- d
+		return
+	}
+	if p.closed {
+		go d.copy.run(d, bulkTurn) // the end of a flow that outlived its stack
+		return
+	}
+	p.wg.Go(func() { p.work(d) })
+}
+
+// work runs d and what comes after.
+func (p *pool) work(d *direction) {
+	w := make(chan *direction, 1)
+	for d != nil {
+		d.copy.run(d, bulkTurn)
+		p.mu.Lock()
+		if p.closed || len(p.idle) == maxIdle {
+			p.mu.Unlock()
+			return
+		}
+		p.idle = append(p.idle, w)
+		p.mu.Unlock()
+		d = <-w
+	}
+}
+
+// close ends the goroutines and waits for them.
+func (p *pool) close() {
+	p.mu.Lock()
+	p.closed = true
+	for _, w := range p.idle {
+		close(w)
+	}
+	p.idle = nil
+	p.mu.Unlock()
+	p.wg.Wait()
+}

@@ -52,6 +52,7 @@ type Stack struct {
 	budget *Budget
 	clock  *clock // gVisor's; stands while the guest is paused
 	runner *runner
+	pool   pool
 	start  time.Time
 
 	flows atomic.Int64 // live Conns and UDPConns
@@ -222,6 +223,7 @@ func (s *Stack) Close() error {
 		s.net.Wait()
 		s.link.udp.drain() // tells flows that they have ended
 		s.runner.wait()
+		s.pool.close()
 		s.link.end(datapath.ErrClosed)
 	})
 	return nil

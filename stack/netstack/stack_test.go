@@ -97,8 +97,15 @@ func mustDial(t testing.TB, s *Stack, port uint16) relay.GuestConn {
 	return c
 }
 
+// A hostClient is a listener's client as package stack hands it to the relay.
+type hostClient struct{ *listener.Conn }
+
+func (c hostClient) Watch(ready func(relay.Ready)) error {
+	return c.Conn.Watch(func(r listener.Ready) { ready(relay.Ready(r)) })
+}
+
 // clientPair returns a client and the Conn that it became, as for a published port.
-func clientPair(t testing.TB) (client *net.TCPConn, ours *listener.Conn) {
+func clientPair(t testing.TB) (client *net.TCPConn, ours hostClient) {
 	t.Helper()
 	accepted := make(accepting, 1)
 	g, err := listener.NewGroup(accepted)
@@ -107,7 +114,7 @@ func clientPair(t testing.TB) (client *net.TCPConn, ours *listener.Conn) {
 	require.NoError(t, err)
 	c, err := net.Dial("tcp", l.Addr().String())
 	require.NoError(t, err)
-	ours = <-accepted
+	ours = hostClient{<-accepted}
 	t.Cleanup(func() { _ = c.Close(); _ = ours.Close(); _ = g.Close() })
 	return c.(*net.TCPConn), ours
 }
