@@ -9,6 +9,8 @@ import (
 	"strconv"
 	"strings"
 	"testing"
+
+	"github.com/culvertnet/culvert/stack"
 )
 
 // seconds is how long one measurement of a rate lasts: CULVERT_BENCH_SECONDS.
@@ -25,6 +27,7 @@ func TestMain(m *testing.M) {
 	if os.Getenv("CULVERT_BENCH_ROLE") == "1" {
 		os.Exit(playRole(os.Args[1], os.Args[2:]))
 	}
+	stack.LimitProcs() // as the daemon does
 	if text := os.Getenv("CULVERT_BENCH_SECONDS"); text != "" {
 		n, err := strconv.Atoi(text)
 		if err != nil || n < 1 {
@@ -49,6 +52,7 @@ func environment() []string {
 	}
 	add("cpus", fmt.Sprint(runtime.NumCPU()))
 	add("go", runtime.Version())
+	add("gomaxprocs", fmt.Sprint(runtime.GOMAXPROCS(0)))
 	add("seconds", fmt.Sprint(seconds))
 	if out, err := exec.Command("git", "rev-parse", "--short", "HEAD").Output(); err == nil {
 		add("commit", string(out))

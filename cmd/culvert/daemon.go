@@ -7,6 +7,7 @@ import (
 	"syscall"
 
 	"github.com/culvertnet/culvert/cmd/internal/daemon"
+	"github.com/culvertnet/culvert/stack"
 	"github.com/spf13/cobra"
 )
 
@@ -38,6 +39,7 @@ Under systemd it says READY=1 when it serves.`,
 }
 
 func runDaemon(cmd *cobra.Command, file string, over daemon.Overrides, hurry <-chan struct{}) error {
+	stack.LimitProcs()
 	load := func() (*daemon.Config, error) { return loadConfig(file, over) }
 	config, err := load()
 	if err != nil {

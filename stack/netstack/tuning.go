@@ -16,6 +16,11 @@ const (
 	// link of 10 Gbit/s and 400 µs.
 	firstBuffer = 1 << 20
 
+	// firstSend is likewise, towards the guest: a flow of requests needs no more,
+	// and one that does grows it with its window (growSend), within the share of
+	// those that are there by then.
+	firstSend = 256 << 10
+
 	// minBuffer is the least share of the total budget a flow gets: four
 	// segments of 1460 bytes each way still move data.
 	minBuffer = 8 << 10
@@ -99,7 +104,7 @@ func (c *Conn) growSend() {
 
 // setBuffers makes share the most that one direction of one flow may buffer.
 func setBuffers(s *stack.Stack, share shares) error {
-	snd := tcpip.TCPSendBufferSizeRangeOption{Min: tcp.MinBufferSize, Default: min(firstBuffer, share.send), Max: share.send}
+	snd := tcpip.TCPSendBufferSizeRangeOption{Min: tcp.MinBufferSize, Default: min(firstSend, share.send), Max: share.send}
 	rcv := tcpip.TCPReceiveBufferSizeRangeOption{Min: tcp.MinBufferSize, Default: min(firstBuffer, share.receive), Max: share.receive}
 	if err := s.SetTransportProtocolOption(tcp.ProtocolNumber, &snd); err != nil {
 		return fmt.Errorf("set send buffer range: %w", wrapError(err))
