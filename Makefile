@@ -84,7 +84,8 @@ bench-peers: need-go
 	what='$(PEERS)|$(PEERS_ONCE)'; \
 	for i in $$(seq $(ROUNDS)); do echo "round $$i of $(ROUNDS)"; \
 		(cd bench && CULVERT_BENCH_PEERS=1 CULVERT_BENCH_SECONDS=1 ../$$dir/bench.test -test.run '^$$' \
-			-test.bench "^Benchmark($$what)\$$" -test.benchtime 1x -test.timeout 10m) > $$dir/round-$$i.txt; what='$(PEERS)'; done
+			-test.bench "^Benchmark($$what)\$$" -test.benchtime 1x -test.timeout 10m) > $$dir/round-$$i.txt; what='$(PEERS)'; done; \
+	go run ./bench/report $(RUNS) $$dir > BENCHMARKS.md
 
 # Of the peers only that each passes a byte.
 bench-smoke: need-go
