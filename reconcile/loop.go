@@ -65,10 +65,26 @@ type followed struct {
 	cancel     context.CancelFunc
 }
 
-// told is what the Publisher was last told of an owner, and what it answered.
+// told is what the Publisher was last told of an owner, and what it answered, in
+// the same order.
 type told struct {
 	specs  []listener.Spec
-	states map[listener.Spec]listener.State
+	states []listener.State
+}
+
+// state returns what was answered about spec, which has place i now and likely had
+// it then; zero if it was not asked for. index is made when it had another.
+func (t told) state(i int, spec listener.Spec, index *map[listener.Spec]listener.State) listener.State {
+	if i < len(t.states) && t.specs[i] == spec {
+		return t.states[i]
+	}
+	if *index == nil {
+		*index = make(map[listener.Spec]listener.State, len(t.specs))
+		for j, state := range t.states {
+			(*index)[t.specs[j]] = state
+		}
+	}
+	return (*index)[spec]
 }
 
 // NewLoop returns a loop that tells pub what to publish and log what became of
@@ -360,7 +376,7 @@ func (l *Loop) converge(ask []listener.Owner) map[listener.Owner][]listener.Outc
 	outcomes := make(map[listener.Owner][]listener.Outcome, len(publish))
 	for _, w := range publish {
 		outs := l.pub.Publish(ctx, w.Owner, w.Specs)
-		l.told[w.Owner] = told{w.Specs, l.logOutcomes(w.Owner, l.told[w.Owner].states, outs)}
+		l.told[w.Owner] = told{w.Specs, l.logOutcomes(w.Owner, l.told[w.Owner], outs)}
 		outcomes[w.Owner] = outs
 	}
 	l.stats.applied(began, len(publish), len(gone))
@@ -377,11 +393,12 @@ func (l *Loop) counting() []Snapshot {
 
 // logOutcomes says which states are not what they were, once each (C-7), and
 // returns what they are.
-func (l *Loop) logOutcomes(o listener.Owner, were map[listener.Spec]listener.State, outs []listener.Outcome) map[listener.Spec]listener.State {
-	are := make(map[listener.Spec]listener.State, len(outs))
-	for _, out := range outs {
-		are[out.Spec] = out.State
-		if out.State == were[out.Spec] {
+func (l *Loop) logOutcomes(o listener.Owner, were told, outs []listener.Outcome) []listener.State {
+	are := make([]listener.State, len(outs))
+	var index map[listener.Spec]listener.State
+	for i, out := range outs {
+		are[i] = out.State
+		if out.State == were.state(i, out.Spec, &index) {
 			continue
 		}
 		// For those who follow the loop: the Publisher says it to people, when it
