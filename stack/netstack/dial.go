@@ -55,6 +55,9 @@ func (s *Stack) StartTCP(dst netip.AddrPort, done func(relay.GuestConn, error)) 
 		return func() {}
 	}
 	c.inline(dst)
+	if s.closing.Load() {
+		c.Abort() // Close may have reset its flows before this was one, and waits for it
+	}
 	return c.Abort
 }
 

@@ -57,6 +57,7 @@ type Stack struct {
 
 	flows atomic.Int64 // live Conns and UDPConns
 
+	closing   atomic.Bool // Close was called
 	done      chan struct{}
 	err       error // what ended the attachment; set before done is closed
 	closeOnce sync.Once
@@ -214,6 +215,7 @@ type Stats struct {
 // Closing again does nothing.
 func (s *Stack) Close() error {
 	s.closeOnce.Do(func() {
+		s.closing.Store(true)
 		s.budget.leave(s.net)
 		s.net.Close() // resets flows while the attachment still carries the resets
 		s.link.att.Close()
