@@ -51,7 +51,9 @@ func (s *Stack) StartTCP(dst netip.AddrPort, done func(relay.GuestConn, error)) 
 	c.dialing.Store(d) // the answer may be quicker than Connect
 	err = ep.Connect(fullAddress(dst))
 	if _, started := err.(*tcpip.ErrConnectStarted); !started {
-		d.tell(err)
+		if !d.told.Swap(true) {
+			d.tell(err)
+		}
 		return func() {}
 	}
 	c.inline(dst)
@@ -61,13 +63,14 @@ func (s *Stack) StartTCP(dst netip.AddrPort, done func(relay.GuestConn, error)) 
 	return c.Abort
 }
 
-// run tells the outcome.
-func (d *dialing) run() { d.tell(d.conn.ep.LastError()) }
+// run tells the outcome, which gVisor does once.
+func (d *dialing) run() {
+	if !d.told.Swap(true) {
+		d.tell(d.conn.ep.LastError())
+	}
+}
 
 func (d *dialing) tell(err tcpip.Error) {
-	if d.told.Swap(true) {
-		return
-	}
 	c := d.conn
 	switch {
 	case c.closed.Load():
