@@ -229,7 +229,7 @@ func (e *containersEnv) badEngine(t *testing.T, endpoint any, why string) {
 	publish := fmt.Sprintf("%d:%d", port+1, port)
 	out, code = e.d.cli("publish", publish)
 	require.Zero(t, code, out)
-	assert.NoError(t, echoes("tcp", onLoopback(port+1)))
+	e.within(t, time.Now(), 10*time.Second, "the container's server", func() error { return echoes("tcp", onLoopback(port+1)) })
 	out, code = e.d.cli("unpublish", publish)
 	require.Zero(t, code, out)
 	assert.Empty(t, e.rows(t, ""))
