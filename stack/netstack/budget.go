@@ -3,6 +3,7 @@ package netstack
 import (
 	"math/bits"
 	"sync"
+	"sync/atomic"
 
 	"gvisor.dev/gvisor/pkg/tcpip/stack"
 )
@@ -26,6 +27,8 @@ const (
 type Budget struct {
 	flow, total int
 
+	receiveShare atomic.Int64 // share.receive, for who reads it often
+
 	mu     sync.Mutex
 	flows  int
 	share  shares
@@ -44,8 +47,13 @@ func NewBudget(flow, total int) *Budget {
 	if total == 0 {
 		total = 1 << 30
 	}
-	return &Budget{flow: flow, total: total, share: shares{flow, flow}, stacks: make(map[*stack.Stack]struct{})}
+	b := &Budget{flow: flow, total: total, share: shares{flow, flow}, stacks: make(map[*stack.Stack]struct{})}
+	b.receiveShare.Store(int64(flow))
+	return b
 }
+
+// receive returns what a flow may buffer from the guest, in bytes.
+func (b *Budget) receive() int { return int(b.receiveShare.Load()) }
 
 // join makes s follow the budget.
 func (b *Budget) join(s *stack.Stack) error {
@@ -78,6 +86,7 @@ func (b *Budget) add(n int) {
 		return
 	}
 	b.share = share
+	b.receiveShare.Store(int64(share.receive))
 	for s := range b.stacks {
 		// The range was valid when the stack joined; only its top changes.
 		_ = setBuffers(s, share)

@@ -72,7 +72,7 @@ func TestCopyOverShrunkenShare(t *testing.T) {
 	case sum := <-got:
 		assert.Equal(t, <-want, sum)
 	case <-time.After(3 * copyPatience):
-		k := conn.(*Conn).copy.Load()
-		t.Fatalf("stalled: toGuest state %d waits %d; sndbuf %d", k.toGuest.state.Load(), k.toGuest.waits.Load(), conn.(*Conn).ep.SocketOptions().GetSendBufferSize())
+		k := conn.copy.Load()
+		t.Fatalf("stalled: toGuest state %d waits %d; sndbuf %d", k.toGuest.state.Load(), k.toGuest.waits.Load(), conn.ep.SocketOptions().GetSendBufferSize())
 	}
 }

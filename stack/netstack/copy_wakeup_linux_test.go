@@ -54,7 +54,7 @@ func TestCopyAfterGuestHadNoRoom(t *testing.T) {
 	conn := mustDial(t, host, 7)
 	client, ours2 := clientPair(t)
 	copies(conn, ours2)
-	toGuest := &conn.(*Conn).copy.Load().toGuest
+	toGuest := &conn.copy.Load().toGuest
 	// Pieces that a read finds whole, so that the one that has no room is held.
 	sent, piece := 0, make([]byte, 5000)
 	for full := false; !full; {
@@ -120,7 +120,7 @@ func TestCopyPassesUrgentData(t *testing.T) {
 	}
 	conn := mustDial(t, host, 7)
 	copies(conn, ours[0])
-	idleFor(t, &conn.(*Conn).copy.Load().toGuest, waitClient)
+	idleFor(t, &conn.copy.Load().toGuest, waitClient)
 
 	// The events of all three pieces are one: the other client holds them up.
 	entered, blocked := make(chan struct{}), make(chan struct{})

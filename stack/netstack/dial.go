@@ -23,7 +23,7 @@ import (
 type dialing struct {
 	conn *Conn
 	dst  netip.AddrPort
-	done func(relay.GuestConn, error)
+	done func(*Conn, error)
 	told atomic.Bool
 }
 
@@ -38,6 +38,20 @@ func (s *Stack) StartTCP(dst netip.AddrPort, done func(relay.GuestConn, error)) 
 		return func() {}
 	default:
 	}
+	if s.link.promoted != nil {
+		return s.link.promoted.Start(dst, done)
+	}
+	return s.startTCP(dst, func(c *Conn, err error) {
+		if err != nil {
+			done(nil, err)
+			return
+		}
+		done(c, nil)
+	})
+}
+
+// startTCP is StartTCP by an endpoint of gVisor's.
+func (s *Stack) startTCP(dst netip.AddrPort, done func(*Conn, error)) (cancel func()) {
 	c := newConn(s, dst.Addr())
 	ep, err := s.net.NewEndpoint(tcp.ProtocolNumber, network(dst.Addr()), &c.queue)
 	if err != nil {
@@ -47,6 +61,13 @@ func (s *Stack) StartTCP(dst netip.AddrPort, done func(relay.GuestConn, error)) 
 	}
 	c.ep = ep
 	c.holdSend()
+	if s.link.promoted != nil {
+		if err := s.bindOwn(ep); err != nil {
+			c.Abort()
+			done(nil, fmt.Errorf("dial %s: %w", dst, wrapError(err)))
+			return func() {}
+		}
+	}
 	d := &dialing{conn: c, dst: dst, done: done}
 	c.dialing.Store(d) // the answer may be quicker than Connect
 	err = ep.Connect(fullAddress(dst))
@@ -61,6 +82,19 @@ func (s *Stack) StartTCP(dst netip.AddrPort, done func(relay.GuestConn, error)) 
 		c.Abort() // Close may have reset its flows before this was one, and waits for it
 	}
 	return c.Abort
+}
+
+// bindOwn gives an endpoint one of the ports that no promoted flow has.
+func (s *Stack) bindOwn(ep tcpip.Endpoint) (err tcpip.Error) {
+	const n = lastOwnPort - firstOwnPort + 1
+	for range n {
+		port := firstOwnPort + uint16(s.ownPort.Add(1)%n)
+		err = ep.Bind(fullAddress(netip.AddrPortFrom(s.opts.Gateway.Addr(), port)))
+		if _, used := err.(*tcpip.ErrPortInUse); !used {
+			return err
+		}
+	}
+	return err
 }
 
 // run tells the outcome, which gVisor does once.
@@ -84,14 +118,20 @@ func (d *dialing) tell(err tcpip.Error) {
 	}
 }
 
-// DialTCP is StartTCP for who has nothing to do meanwhile. It ends with ctx.
-func (s *Stack) DialTCP(ctx context.Context, dst netip.AddrPort) (relay.GuestConn, error) {
+// DialTCP connects to dst by an endpoint of gVisor's. It ends with ctx; its errors are
+// StartTCP's.
+func (s *Stack) DialTCP(ctx context.Context, dst netip.AddrPort) (*Conn, error) {
+	select {
+	case <-s.done:
+		return nil, fmt.Errorf("dial %s: %w", dst, net.ErrClosed)
+	default:
+	}
 	type outcome struct {
-		conn relay.GuestConn
+		conn *Conn
 		err  error
 	}
 	answer := make(chan outcome, 1)
-	cancel := s.StartTCP(dst, func(c relay.GuestConn, err error) { answer <- outcome{c, err} })
+	cancel := s.startTCP(dst, func(c *Conn, err error) { answer <- outcome{c, err} })
 	select {
 	case o := <-answer:
 		return o.conn, o.err
@@ -114,11 +154,10 @@ func (s *Stack) DialContext(ctx context.Context, network, addr string) (net.Conn
 	if err != nil || network != "tcp" {
 		return nil, fmt.Errorf("dial %s %s through the VM's link: it takes tcp to an IP address and port", network, addr)
 	}
-	g, err := s.DialTCP(ctx, dst)
+	c, err := s.DialTCP(ctx, dst)
 	if err != nil {
 		return nil, err
 	}
-	c := g.(*Conn)
 	c.settled.Do(func() {
 		s.budget.add(-1)
 		s.flows.Add(-1)

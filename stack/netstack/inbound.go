@@ -5,6 +5,7 @@ import (
 
 	"github.com/culvertnet/culvert/datapath"
 	"github.com/culvertnet/culvert/datapath/virtio"
+	"github.com/culvertnet/culvert/stack/promoted"
 	"gvisor.dev/gvisor/pkg/buffer"
 	"gvisor.dev/gvisor/pkg/tcpip"
 	"gvisor.dev/gvisor/pkg/tcpip/checksum"
@@ -45,12 +46,17 @@ type inbound struct {
 	udp    udpRun
 
 	held     *Conn                 // its lock is ours; see inline.go
+	promoted *promoted.Batch       // nil where flows are gVisor's
 	observer datapath.DropObserver // nil without
 }
 
 func newInbound(l *linkEndpoint, qp datapath.QueuePair, d stack.NetworkDispatcher) *inbound {
 	observer, _ := qp.(datapath.DropObserver)
-	return &inbound{link: l, qp: qp, stack: d, observer: observer}
+	in := &inbound{link: l, qp: qp, stack: d, observer: observer}
+	if l.promoted != nil {
+		in.promoted = l.promoted.NewBatch()
+	}
+	return in
 }
 
 // run reads until the attachment ends.
@@ -81,6 +87,9 @@ func (in *inbound) run() {
 		}
 		in.udp.end()
 		in.settle()
+		if in.promoted != nil {
+			in.promoted.End()
+		}
 		in.link.runner.leave()
 	}
 }
@@ -163,7 +172,7 @@ func (in *inbound) take(f *datapath.Frame, l *loan) {
 		if link.neigh.known() {
 			link.neigh.heard()
 		}
-		if in.takeUDP(&f.Hdr, head, body) {
+		if in.takePromoted(head, body) || in.takeUDP(&f.Hdr, head, body) {
 			return
 		}
 		if f.Hdr.GSOType == virtio.GSOUDPL4 {

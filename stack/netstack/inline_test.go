@@ -21,7 +21,7 @@ func TestInlineDelivery(t *testing.T) {
 	host.link.inlined.mu.RUnlock()
 
 	// While somebody holds the endpoint its segments wait, and nobody waits for it.
-	conn := c.(*Conn)
+	conn := c
 	ep := conn.ep.(interface {
 		LockUser()
 		UnlockUser()

@@ -6,6 +6,7 @@ import (
 
 	"github.com/culvertnet/culvert/datapath"
 	"github.com/culvertnet/culvert/datapath/virtio"
+	"github.com/culvertnet/culvert/stack/promoted"
 	"gvisor.dev/gvisor/pkg/tcpip"
 	"gvisor.dev/gvisor/pkg/tcpip/header"
 	"gvisor.dev/gvisor/pkg/tcpip/stack"
@@ -36,10 +37,11 @@ type linkEndpoint struct {
 	endOnce  sync.Once
 	elapsed  func() int64 // monotonic nanoseconds
 
-	udp     udpTable
-	udpID   atomic.Uint32 // the next packet's identification (RFC 791), in its low half
-	inlined inlined
-	runner  *runner
+	udp      udpTable
+	udpID    atomic.Uint32 // the next packet's identification (RFC 791), in its low half
+	inlined  inlined
+	promoted *promoted.Table // nil where flows are gVisor's
+	runner   *runner
 
 	lastFrame atomic.Int64 // when a frame last came, by elapsed; 0 never
 

@@ -7,6 +7,7 @@ import (
 
 	"github.com/culvertnet/culvert/datapath"
 	"github.com/culvertnet/culvert/datapath/virtio"
+	"github.com/culvertnet/culvert/stack/promoted"
 	"gvisor.dev/gvisor/pkg/tcpip/header"
 	"gvisor.dev/gvisor/pkg/tcpip/stack"
 )
@@ -41,7 +42,11 @@ type outbound struct {
 	stuck atomic.Int64
 	begun time.Time
 
+	// rooms counts when there was room after there had been none.
+	rooms atomic.Uint64
+
 	mu       sync.Mutex
+	waiters  []promoted.Waiter // for room
 	waiting  []*stack.PacketBuffer
 	segments int // of waiting, those with TCP payload
 	ended    bool
@@ -89,6 +94,26 @@ func (o *outbound) sendFrames(frames []datapath.Frame) int {
 	n, err := o.qp.WriteBatch(frames)
 	if err != nil {
 		return len(frames) // to nobody; inbound reports the end
+	}
+	return n
+}
+
+// sendOrWait is sendFrames for who sends what is not taken again, when w is told that
+// there is room.
+func (o *outbound) sendOrWait(frames []datapath.Frame, w promoted.Waiter) int {
+	rooms := o.rooms.Load()
+	n := o.sendFrames(frames)
+	if n == len(frames) || w == nil {
+		return n
+	}
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.waiters = append(o.waiters, w)
+	if rooms != o.rooms.Load() { // there has been room meanwhile, of which w was not told
+		select {
+		case o.kick <- struct{}{}:
+		default:
+		}
 	}
 	return n
 }
@@ -158,12 +183,26 @@ func (o *outbound) run() {
 		select {
 		case <-o.qp.Room():
 			o.drain()
+			o.tellWaiters()
 		case <-o.kick:
 			o.drain()
+			o.tellWaiters()
 		case <-o.done:
 			o.drop()
 			return
 		}
+	}
+}
+
+// tellWaiters tells who waits for room that there may be some.
+func (o *outbound) tellWaiters() {
+	o.mu.Lock()
+	o.rooms.Add(1)
+	waiters := o.waiters
+	o.waiters = nil
+	o.mu.Unlock()
+	for _, w := range waiters {
+		w.Room()
 	}
 }
 

@@ -99,13 +99,13 @@ func testFlowsOverAPause(t *testing.T, o memory.Options, said bool) {
 	})
 	serve(t, guest, 8, func(c net.Conn) { server <- c })
 
-	halfClosed := mustDial(t, host, 7).(*Conn)
+	halfClosed := mustDial(t, host, 7)
 	impatient.probeSoon(t, halfClosed)
 	_, err := halfClosed.Write([]byte("question"))
 	require.NoError(t, err)
 	require.NoError(t, halfClosed.CloseWrite())
-	toGuest := mustDial(t, host, 7).(*Conn)
-	toHost := mustDial(t, host, 8).(*Conn)
+	toGuest := mustDial(t, host, 7)
+	toHost := mustDial(t, host, 8)
 	theirs := <-server
 	defer theirs.Close()
 	<-asked // silent from now on

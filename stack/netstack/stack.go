@@ -41,6 +41,9 @@ type Options struct {
 	Seed string
 	// Budget bounds buffers; nil makes one of this stack's own.
 	Budget *Budget
+	// Promoted has flows do without gVisor where the link has the offloads that this
+	// takes; see package promoted.
+	Promoted bool
 }
 
 // A Stack is one life of a VM's link: the attachment and the TCP/IP on it. All
@@ -55,7 +58,8 @@ type Stack struct {
 	pool   pool
 	start  time.Time
 
-	flows atomic.Int64 // live Conns and UDPConns
+	flows   atomic.Int64  // live Conns and UDPConns
+	ownPort atomic.Uint32 // the last of ownPorts that was tried
 
 	closing   atomic.Bool // Close was called
 	done      chan struct{}
@@ -80,6 +84,9 @@ func New(att datapath.Attachment, o Options) (*Stack, error) {
 	s.runner = newRunner()
 	s.link = newLinkEndpoint(att, o, func() int64 { return int64(time.Since(s.start)) }, s.ended)
 	s.link.runner = s.runner
+	if o.Promoted && promotable(att.Info()) {
+		s.link.promoted = newPromoted(s)
+	}
 	if err := s.configure(); err != nil {
 		s.Close()
 		return nil, err
@@ -185,7 +192,7 @@ func (s *Stack) Stalled() (longest time.Duration) {
 // Stats returns the attachment's counters and the stack's own.
 func (s *Stack) Stats() Stats {
 	net := s.net.Stats()
-	return Stats{
+	st := Stats{
 		Link:            s.link.stats,
 		Queues:          len(s.link.out),
 		Flows:           int(s.flows.Load()),
@@ -196,6 +203,14 @@ func (s *Stack) Stats() Stats {
 		ResetsReceived:  net.TCP.ResetsReceived.Value(),
 		SegmentsDropped: net.TCP.SegmentSendErrors.Value() + net.TCP.InvalidSegmentsReceived.Value(),
 	}
+	if s.link.promoted != nil {
+		p := s.link.promoted.Stats()
+		st.Endpoints += p.Flows
+		st.Retransmits += p.Retransmits
+		st.ResetsReceived += p.Resets
+		st.SegmentsDropped += p.OutOfOrder
+	}
+	return st
 }
 
 // Stats is a reading of a Stack's counters.
@@ -217,6 +232,9 @@ func (s *Stack) Close() error {
 	s.closeOnce.Do(func() {
 		s.closing.Store(true)
 		s.budget.leave(s.net)
+		if s.link.promoted != nil {
+			s.link.promoted.Close()
+		}
 		s.net.Close() // resets flows while the attachment still carries the resets
 		s.link.att.Close()
 		// Our goroutines first: net.Wait waits for them too, but under the

@@ -87,7 +87,7 @@ func hold(t testing.TB) func(net.Conn) {
 	return func(net.Conn) { <-end }
 }
 
-func mustDial(t testing.TB, s *Stack, port uint16) relay.GuestConn {
+func mustDial(t testing.TB, s *Stack, port uint16) *Conn {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
 	defer cancel()
@@ -151,7 +151,7 @@ func TestFB139_EveryOffload(t *testing.T) {
 				})
 				conn := mustDial(t, host, 7)
 				var read, written relay.Meter
-				conn.(*Conn).SetMeters(&read, &written)
+				conn.SetMeters(&read, &written)
 				client, ours := clientPair(t)
 				done := copies(conn, ours)
 				go func() {
@@ -405,7 +405,7 @@ func TestC17_StoppedReader(t *testing.T) {
 	})
 	c := mustDial(t, host, 7)
 	var written relay.Meter
-	c.(*Conn).SetMeters(nil, &written)
+	c.SetMeters(nil, &written)
 	const total = 8 << 20
 	done := make(chan error, 1)
 	go func() {

@@ -6,19 +6,9 @@ import (
 	"time"
 )
 
-// A Conn is one end of a TCP flow: the client's socket on the host, or the
-// endpoint towards the guest. Read and Write may run at the same time, each in
-// one goroutine; the other methods may be called at any time, also twice.
-type Conn interface {
-	// Read returns io.EOF when the peer ended its stream, and an error matching
-	// syscall.ECONNRESET when it reset the connection: never one for the other
-	// (C-13).
-	Read(p []byte) (int, error)
-	// Write sends all of p. It fails with syscall.EPIPE or ECONNRESET when the
-	// peer is gone.
-	Write(p []byte) (int, error)
-	// CloseRead says that nothing more will be read.
-	CloseRead() error
+// A Side is one end of a TCP flow: the client's socket on the host, or the endpoint
+// towards the guest. Its methods may be called at any time, also twice.
+type Side interface {
 	// CloseWrite ends our stream: the peer reads what was sent and then EOF.
 	CloseWrite() error
 	// KeepAlive probes a silent peer from now on, so that one that is gone ends
@@ -31,7 +21,22 @@ type Conn interface {
 	Close() error
 }
 
-// A Watcher is a Conn whose death shows without reading it, and without
+// A Conn is a Side that is read and written. Read and Write may run at the same
+// time, each in one goroutine.
+type Conn interface {
+	Side
+	// Read returns io.EOF when the peer ended its stream, and an error matching
+	// syscall.ECONNRESET when it reset the connection: never one for the other
+	// (C-13).
+	Read(p []byte) (int, error)
+	// Write sends all of p. It fails with syscall.EPIPE or ECONNRESET when the
+	// peer is gone.
+	Write(p []byte) (int, error)
+	// CloseRead says that nothing more will be read.
+	CloseRead() error
+}
+
+// A Watcher is a Side whose death shows without reading it, and without
 // consuming the error that tells of it. TCP asks the sides that are Watchers; a
 // side that is not is found out by the next byte for it.
 type Watcher interface {
@@ -75,7 +80,7 @@ type Pollable interface {
 
 // A GuestConn is the guest's end of a TCP flow. It does the copying.
 type GuestConn interface {
-	Conn
+	Side
 	// Copy begins to copy both ways between itself and the client, which has to
 	// be a Pollable where the implementation holds no goroutine for it. ended is
 	// called once for each way, from any goroutine and under no lock: with nil at

@@ -143,9 +143,9 @@ func (f *tcpFlow) streamEnded(from Half, err error) {
 		f.abort(f.end)
 		return
 	}
-	src, dst := Conn(f.guest), f.client
+	src, dst := Side(f.guest), Side(f.client)
 	if from == HalfClient {
-		src, dst = f.client, f.guest
+		src, dst = dst, src
 	}
 	switch why := endOf(err); {
 	case err == nil && f.open == 1 && gone(src):
@@ -191,8 +191,8 @@ func resetBy(side Half) End {
 	return EndGuestReset
 }
 
-func gone(c Conn) bool {
-	w, ok := c.(Watcher)
+func gone(s Side) bool {
+	w, ok := s.(Watcher)
 	return ok && w.Gone()
 }
 
@@ -299,8 +299,8 @@ func (f *tcpFlow) finish() End {
 	defer f.mu.Unlock()
 	f.stopWaiting()
 	if !f.reset {
+		_ = f.guest.Close() // which may still have to send what lies in the client's socket
 		_ = f.client.Close()
-		_ = f.guest.Close()
 	}
 	return f.end
 }

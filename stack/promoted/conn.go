@@ -1,0 +1,476 @@
+package promoted
+
+import (
+	"context"
+	"fmt"
+	"net"
+	"net/netip"
+	"sync"
+	"syscall"
+	"time"
+
+	"github.com/culvertnet/culvert/stack/relay"
+)
+
+// States of a Conn, fewer than TCP's: which ends of stream have passed says the rest.
+type state uint8
+
+const (
+	synSent state = iota
+	open
+	dead // reset, by either side, or given up: nothing more is sent
+)
+
+// A Conn is one promoted flow: the guest's end of it, as a relay.GuestConn. All
+// methods are safe for concurrent use.
+type Conn struct {
+	table  *Table
+	key    key
+	remote netip.AddrPort
+	port   uint16
+	done   func(relay.GuestConn, error) // nil once it was called
+
+	mu    sync.Mutex
+	state state
+	err   error // what killed it
+	sender
+	receiver
+	clocks
+	head head // of the frames to the guest
+
+	client   relay.Pollable // nil before Copy, and after Close
+	fd       int            // the client's, within Control
+	sending  func(fd uintptr)
+	taking   func(fd uintptr)
+	ended    func(relay.Half, error)
+	toGuest  stream
+	toHost   stream
+	closed   bool // Close or Abort was called
+	freed    bool
+	dirty    bool          // in a Batch
+	queued   bool          // in the Table's turns
+	awaiting bool          // waits for room on the link
+	gone     chan struct{} // closed when the flow is dead; nil while nobody waits for that
+
+	fromGuest, towards *relay.Meter // see SetMeters
+}
+
+// A stream is one direction of a flow's payload.
+type stream struct {
+	over bool  // nothing more passes
+	told bool  // and ended was called
+	err  error // with this
+}
+
+func (s *stream) end(err error) {
+	if !s.over {
+		s.over, s.err = true, err
+	}
+}
+
+var (
+	_ relay.GuestConn = (*Conn)(nil)
+	_ relay.Watcher   = (*Conn)(nil)
+)
+
+func newConn(t *Table, dst netip.AddrPort, done func(relay.GuestConn, error)) *Conn {
+	return &Conn{table: t, remote: dst, done: done}
+}
+
+// connect sends the first segment.
+func (c *Conn) connect() {
+	c.mu.Lock()
+	c.head.init(&c.table.opts, c.port, c.remote)
+	c.una = c.table.isn(c.key)
+	c.nxt, c.max = c.una+1, c.una+1
+	c.mss = leastMSS
+	c.rto = firstRTO
+	c.sendSYN()
+	c.resend.set(c, c.rto)
+	c.unlock()
+}
+
+// take takes a segment. It reports whether the caller has to settle: whether c is in
+// no other batch.
+func (c *Conn) take(s *Segment) bool {
+	c.mu.Lock()
+	defer c.unlock()
+	c.heard = c.table.opts.Clock.Now()
+	c.unanswered = 0
+	switch {
+	case c.freed:
+		return false
+	case c.state == synSent:
+		c.takeAnswer(s)
+	case c.state == dead:
+		return false
+	default:
+		c.takeOpen(s)
+	}
+	if c.dirty || c.freed {
+		return false
+	}
+	c.dirty = true
+	return true
+}
+
+// takeAnswer takes the answer to our first segment (RFC 9293, 3.10.7.3).
+func (c *Conn) takeAnswer(s *Segment) {
+	if s.has(flagACK) && s.ack != c.una+1 {
+		// The guest remembers another flow on these ports: it is told, and asked again.
+		if !s.has(flagRST) {
+			c.sendReset(s.ack)
+			c.sendSYN()
+		}
+		return
+	}
+	switch {
+	case s.has(flagRST):
+		if s.has(flagACK) {
+			c.table.resets.Add(1)
+			c.die(syscall.ECONNREFUSED)
+		}
+		return
+	case !s.has(flagSYN) || !s.has(flagACK):
+		return
+	}
+	c.state = open
+	c.una = s.ack
+	c.startReceiving(s)
+	c.startSending(s)
+	c.resend.stop()
+	c.ackNow = true // unless a segment says it, which Copy may send
+}
+
+// settle answers the segments of a batch.
+func (c *Conn) settle() {
+	c.mu.Lock()
+	c.dirty = false
+	if c.state == open && c.done != nil {
+		done := c.done
+		c.done = nil
+		c.mu.Unlock()
+		done(c, nil) // and so perhaps Copy
+		c.mu.Lock()
+	}
+	c.push(turnBytes)
+	c.acknowledge()
+	c.unlock()
+}
+
+// turn has c move what it may at once.
+func (c *Conn) turn() {
+	c.mu.Lock()
+	c.queued = false
+	c.push(turnBytes)
+	c.acknowledge()
+	c.unlock()
+}
+
+// Room implements Waiter.
+func (c *Conn) Room() {
+	c.mu.Lock()
+	c.awaiting = false
+	c.push(turnBytes)
+	c.acknowledge()
+	c.unlock()
+}
+
+// die ends c because of err, a reset or a time-out. c.mu is held.
+func (c *Conn) die(err error) {
+	if c.state == dead {
+		return
+	}
+	c.state, c.err = dead, err
+	if c.gone != nil {
+		close(c.gone)
+	}
+	c.toGuest.end(err)
+	if c.pending.size == 0 {
+		c.toHost.end(err)
+	}
+	c.free()
+}
+
+// forget frees a flow that lingers after its end.
+func (c *Conn) forget() {
+	c.mu.Lock()
+	c.die(net.ErrClosed)
+	c.unlockLater()
+}
+
+// free gives back what c holds, but for what the client is still to be given. c.mu is
+// held.
+func (c *Conn) free() {
+	if c.freed {
+		return
+	}
+	c.freed = true
+	c.stopTimers()
+	c.dropHeld()
+	c.table.remove(c)
+	c.table.opts.Freed(c.remote.Addr())
+}
+
+// unlock lets c.mu go and tells what has ended meanwhile.
+func (c *Conn) unlock() {
+	if !c.news() {
+		c.mu.Unlock()
+		return
+	}
+	c.mu.Unlock()
+	c.tell()
+}
+
+// unlockLater is unlock for who is called under locks that those who are told may take.
+func (c *Conn) unlockLater() {
+	news := c.news()
+	c.mu.Unlock()
+	if news {
+		c.table.opts.Later(c.tell)
+	}
+}
+
+// news reports whether there is something to tell.
+func (c *Conn) news() bool {
+	if c.done != nil {
+		return c.state == dead
+	}
+	return c.ended != nil && (c.toGuest.over && !c.toGuest.told || c.toHost.over && !c.toHost.told)
+}
+
+// tell tells what has ended, in the order that leaves the client what was sent to it.
+func (c *Conn) tell() {
+	c.mu.Lock()
+	if done := c.done; done != nil && c.state == dead {
+		c.done = nil
+		err := c.err
+		c.leave()
+		c.mu.Unlock()
+		done(nil, fmt.Errorf("dial %s: %w", c.remote, err))
+		return
+	}
+	if c.ended == nil {
+		c.mu.Unlock()
+		return
+	}
+	toGuest, toHost := c.toGuest, c.toHost
+	c.toGuest.told, c.toHost.told = toGuest.over, toHost.over
+	c.mu.Unlock()
+	if toGuest.over && !toGuest.told {
+		c.ended(relay.HalfClient, toGuest.err)
+	}
+	if toHost.over && !toHost.told {
+		c.ended(relay.HalfGuest, toHost.err)
+	}
+}
+
+// leave takes c off the books, the first time. c.mu is held.
+func (c *Conn) leave() {
+	if !c.closed {
+		c.closed = true
+		c.table.opts.Closed(c.remote.Addr())
+	}
+}
+
+// Copy implements relay.GuestConn. The client is a relay.Pollable, a socket.
+func (c *Conn) Copy(client relay.Conn, ended func(relay.Half, error)) {
+	c.mu.Lock()
+	c.client = client.(relay.Pollable)
+	c.ended = ended
+	c.sending, c.taking = c.pushTo, c.drainTo
+	c.readable = true
+	if c.state == dead {
+		c.toGuest.end(c.err)
+		c.toHost.end(c.err)
+	}
+	if c.closed {
+		c.toGuest.end(net.ErrClosed)
+		c.toHost.end(net.ErrClosed)
+	}
+	c.push(turnBytes)
+	c.drain()
+	c.unlock()
+	if err := client.(relay.Pollable).Watch(c.clientReady); err != nil {
+		c.mu.Lock()
+		c.clientGone(err)
+		c.unlock()
+	}
+}
+
+// clientReady is told of the client's socket.
+func (c *Conn) clientReady(r relay.Ready) {
+	c.mu.Lock()
+	if r&relay.ReadyClosed != 0 {
+		c.toGuest.end(net.ErrClosed)
+		c.toHost.end(net.ErrClosed)
+		c.unlockLater()
+		return
+	}
+	if r&relay.ReadyEnd != 0 {
+		c.finished = true
+	}
+	if r&relay.ReadyRead != 0 {
+		c.readable = true
+		c.push(turnBytes)
+	}
+	if r&relay.ReadyWrite != 0 {
+		c.full = false
+		c.drain()
+	}
+	c.acknowledge()
+	c.unlock()
+}
+
+// clientGone ends both streams because the client's socket gives err. c.mu is held.
+func (c *Conn) clientGone(err error) {
+	if c.closed {
+		err = net.ErrClosed
+	} else {
+		err = &relay.ClientError{Err: err}
+	}
+	c.toGuest.end(err)
+	c.toHost.end(err)
+}
+
+// SetMeters implements relay.GuestConn.
+func (c *Conn) SetMeters(read, written *relay.Meter) { c.fromGuest, c.towards = read, written }
+
+// CloseWrite implements relay.Side: the guest reads what was sent, and the end.
+func (c *Conn) CloseWrite() error {
+	c.mu.Lock()
+	defer c.unlockLater()
+	if c.state != open || c.closed {
+		return net.ErrClosed
+	}
+	c.finWanted = true
+	c.toGuest.end(nil)
+	c.push(turnBytes)
+	c.acknowledge()
+	return nil
+}
+
+// KeepAlive implements relay.Side.
+func (c *Conn) KeepAlive() error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.state == open && !c.keepAlive {
+		c.keepAlive = true
+		c.heard = c.table.opts.Clock.Now()
+		c.probe.set(c, keepAliveIdle)
+	}
+	return nil
+}
+
+// Abort implements relay.Side.
+func (c *Conn) Abort() {
+	c.mu.Lock()
+	defer c.unlockLater()
+	if !c.closed {
+		c.reset(net.ErrClosed)
+	}
+}
+
+// reset resets the connection for the reason that this side is told. c.mu is held.
+func (c *Conn) reset(why error) {
+	if c.state == open && !c.freed {
+		c.sendReset(c.nxt)
+	}
+	c.toGuest.end(why)
+	c.toHost.end(why)
+	c.die(why)
+	c.pending.clear()
+	if c.done == nil {
+		c.leave()
+	}
+	c.client = nil
+}
+
+// Close implements relay.Side. The guest is still given what the client has sent, from
+// a copy, and its last segments are answered. Bytes from the guest that the client was
+// not given make it a reset, as on Linux.
+func (c *Conn) Close() error {
+	c.mu.Lock()
+	defer c.unlockLater()
+	switch {
+	case c.closed:
+		return nil
+	case c.state != open || c.pending.size > 0 || !c.keepUnsent():
+		c.reset(net.ErrClosed)
+		return nil
+	}
+	c.leave()
+	c.client = nil
+	c.toGuest.end(net.ErrClosed)
+	c.toHost.end(net.ErrClosed)
+	c.finWanted = true
+	c.push(turnBytes)
+	c.acknowledge()
+	c.freeIfDone()
+	return nil
+}
+
+// freeIfDone frees a flow that was closed once both ends of stream have passed; for a
+// while it still answers a guest that has not heard so, if it was us who ended first.
+// c.mu is held.
+func (c *Conn) freeIfDone() {
+	if !c.closed || c.state != open || c.freed {
+		return
+	}
+	switch {
+	case !c.finAcked():
+	case !c.finTaken:
+		c.lingering.setOnce(c, finWait)
+	case c.finFirst:
+		c.lingering.set(c, timeWait)
+	default:
+		c.die(net.ErrClosed)
+	}
+}
+
+// Resumed implements relay.GuestConn.
+func (c *Conn) Resumed() time.Time { return c.table.opts.Clock.Resumed() }
+
+// LocalAddr implements relay.GuestConn.
+func (c *Conn) LocalAddr() string { return netip.AddrPortFrom(c.table.opts.Addr, c.port).String() }
+
+// Gone implements relay.Watcher.
+func (c *Conn) Gone() bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.closed || c.state == dead
+}
+
+// WaitGone implements relay.Watcher.
+func (c *Conn) WaitGone(ctx context.Context) error {
+	c.mu.Lock()
+	if c.gone == nil {
+		c.gone = make(chan struct{})
+		if c.state == dead {
+			close(c.gone)
+		}
+	}
+	gone := c.gone
+	c.mu.Unlock()
+	select {
+	case <-gone:
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.closed {
+		return net.ErrClosed
+	}
+	return nil
+}
+
+// Unreachable tells a flow that the guest has not answered that it cannot: a router
+// behind the node says so (RFC 1122, 4.2.3.9).
+func (c *Conn) Unreachable(err error) {
+	c.mu.Lock()
+	defer c.unlock()
+	if c.state == synSent {
+		c.die(err)
+	}
+}

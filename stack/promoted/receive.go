@@ -1,0 +1,344 @@
+package promoted
+
+import (
+	"io"
+	"sync"
+	"syscall"
+
+	"github.com/culvertnet/culvert/stack/relay"
+)
+
+const (
+	// ownScale is the shift of the windows that we show: the largest, 65535 << 7 or
+	// 8 MiB, in steps of 128 bytes.
+	ownScale = 7
+	// ackBytes is how much may come before it is acknowledged at the end of the batch,
+	// whatever else: more than a request or an answer.
+	ackBytes = 4 << 10
+	// calm is after how many exchanges of one segment each way an acknowledgement waits
+	// for the next segment of ours to carry it.
+	calm = 3
+)
+
+// A receiver is a Conn's direction from the guest.
+type receiver struct {
+	rcvNxt    uint32
+	edge      uint32 // what we have promised to take
+	ackSent   uint32 // the last acknowledgement
+	recent    uint32 // the guest's latest timestamp, to be echoed
+	shift     uint8  // of our window
+	finTaken  bool
+	in        Segment // what is being given to the client
+	pending   pending
+	full      bool // the client's socket has no room
+	watched   bool // and is watched for it
+	ackDue    bool // something was not acknowledged
+	ackNow    bool // and is not to wait
+	exchanges int  // of one segment each way, one after the other
+	taken     int  // segments with payload since we last sent some
+}
+
+// startReceiving takes what the guest's first segment says of its direction.
+func (c *Conn) startReceiving(s *Segment) {
+	c.rcvNxt = s.seq + 1
+	c.ackSent = c.rcvNxt
+	c.edge = c.rcvNxt
+	c.recent = s.stamp
+	if s.scale >= 0 {
+		c.shift = ownScale
+	}
+}
+
+// takeOpen takes a segment of a flow that is open (RFC 9293, 3.10.7.4).
+func (c *Conn) takeOpen(s *Segment) {
+	size := s.size()
+	span := uint32(size)
+	if s.has(flagFIN) {
+		span++
+	}
+	switch {
+	case c.stamps && s.stamped && !s.has(flagRST) && before(s.stamp, c.recent) && c.heard-c.stampedAt < stampLife:
+		c.ackNow = true // RFC 7323, 5.3
+		return
+	case s.has(flagRST):
+		switch {
+		case s.seq == c.rcvNxt:
+			c.table.resets.Add(1)
+			c.resetByGuest()
+		case !before(s.seq, c.rcvNxt) && before(s.seq, c.edge):
+			c.ackNow = true // RFC 5961, 3.2
+		}
+		return
+	case s.has(flagSYN):
+		c.ackNow = true // RFC 5961, 4.2; and our first acknowledgement may be lost
+		return
+	case !s.has(flagACK):
+		return
+	case span > 0 && !before(c.rcvNxt, s.seq+span), // old
+		span == 0 && before(s.seq, c.rcvNxt), // a probe
+		before(c.edge, s.seq):                // beyond what was promised
+		c.ackNow = true
+		if before(s.seq, c.rcvNxt) {
+			c.takeAck(s) // it may say more than the one before
+		}
+		return
+	}
+	if c.stamps && s.stamped && !before(c.ackSent, s.seq) {
+		c.recent, c.stampedAt = s.stamp, c.heard
+	}
+	if !c.takeAck(s) {
+		c.ackNow = true
+		return
+	}
+	c.freeIfDone()
+	if c.freed || span == 0 {
+		return
+	}
+	if before(c.rcvNxt, s.seq) {
+		c.table.outOfOrder.Add(1)
+		c.ackNow = true // and so the third time a request for what is missing (RFC 5681)
+		return
+	}
+	c.takePayload(s)
+}
+
+// takePayload takes what is new of a segment which is due.
+func (c *Conn) takePayload(s *Segment) {
+	in := *s
+	if old := int(c.rcvNxt - in.seq); old > 0 {
+		in.cut(min(old, in.size()))
+	}
+	fin := in.has(flagFIN)
+	if most := int(c.edge - c.rcvNxt); in.size() > most {
+		in.keep(most)
+		fin = false
+	}
+	n := in.size()
+	switch {
+	case c.finTaken:
+		c.ackNow = true // nothing comes behind the end
+		return
+	case n > 0 && (c.closed || c.toHost.over):
+		if c.closed {
+			c.reset(io.ErrClosedPipe) // nobody will read it (RFC 9293, 3.6)
+		}
+		return // or the relay is about to
+	case n > 0:
+		c.rcvNxt += uint32(n)
+		c.taken++
+		c.due(int(c.rcvNxt - c.ackSent))
+		c.give(in)
+	}
+	if fin {
+		c.rcvNxt++
+		c.finTaken = true
+		c.ackDue = true
+		c.endHost(nil)
+		c.freeIfDone()
+	}
+}
+
+// give gives the payload of a segment to the client, or keeps it.
+func (c *Conn) give(in Segment) {
+	if c.client == nil || c.full { // before Copy, or its socket is full
+		c.pending.add(in.first)
+		c.pending.add(in.rest)
+		return
+	}
+	c.in = in
+	if err := c.client.Control(c.taking); err != nil {
+		c.clientGone(err)
+	}
+	c.in.first, c.in.rest = nil, nil
+}
+
+// due is told that n bytes are not acknowledged.
+func (c *Conn) due(n int) {
+	c.ackDue = true
+	if n >= ackBytes || c.exchanges < calm || c.taken > 1 {
+		c.ackNow = true
+	}
+}
+
+// answered is told that new payload is sent, and with it an acknowledgement.
+func (c *Conn) answered() {
+	if c.taken == 1 {
+		c.exchanges++
+	} else if c.taken > 1 {
+		c.exchanges = 0
+	}
+	c.taken = 0
+}
+
+// acknowledge sends what no segment has said meanwhile. c.mu is held.
+func (c *Conn) acknowledge() {
+	if c.state != open || c.freed {
+		return
+	}
+	if !c.ackNow {
+		// A guest that was shown no room is told of it in time (RFC 9293, 3.8.6.2.2).
+		most := c.table.opts.Window()
+		if free := most - c.pending.size; int(c.edge-c.rcvNxt) < most/4 && free >= most/2 {
+			c.ackNow = true
+		}
+	}
+	switch {
+	case c.ackNow:
+		sc := scratches.Get().(*scratch)
+		c.transmit(sc, c.nxt, flagACK, nil)
+		scratches.Put(sc)
+	case c.ackDue && !c.delay.isSet():
+		c.delay.set(c, ackDelay)
+	}
+}
+
+// endHost ends the direction to the client when it has been given everything.
+func (c *Conn) endHost(err error) {
+	if c.pending.size == 0 {
+		c.toHost.end(err)
+	}
+}
+
+// resetByGuest ends the flow; what came before the reset still goes to the client.
+func (c *Conn) resetByGuest() { c.die(syscall.ECONNRESET) }
+
+// drain gives the client what it has not taken. c.mu is held.
+func (c *Conn) drain() {
+	if c.pending.size == 0 || c.client == nil || c.toHost.over || c.full {
+		return
+	}
+	if err := c.client.Control(c.taking); err != nil {
+		c.clientGone(err)
+	}
+}
+
+// drainTo is what drain, and give, do with the client's descriptor.
+func (c *Conn) drainTo(fd uintptr) {
+	c.fd = int(fd)
+	if c.pending.size > 0 {
+		c.pending.add(c.in.first)
+		c.pending.add(c.in.rest)
+		c.in.first, c.in.rest = nil, nil
+		for c.pending.size > 0 {
+			n, err := c.write(c.pending.front(), nil)
+			c.pending.drop(n)
+			if !c.wrote(n, err) {
+				return
+			}
+		}
+		if c.state == dead {
+			c.toHost.end(c.err)
+		} else if c.finTaken {
+			c.toHost.end(nil)
+		}
+		return
+	}
+	if c.in.size() == 0 {
+		return
+	}
+	n, err := c.write(c.in.first, c.in.rest)
+	if n > 0 {
+		c.in.cut(n)
+	}
+	if c.wrote(n, err) && c.in.size() > 0 {
+		c.watchRoom()
+	}
+	c.pending.add(c.in.first)
+	c.pending.add(c.in.rest)
+}
+
+// wrote looks at what a write of n bytes has come to, and reports whether to go on.
+func (c *Conn) wrote(n int, err error) bool {
+	if n > 0 {
+		c.fromGuest.Add(n)
+	}
+	switch err {
+	case nil:
+		return true
+	case errAgain:
+		c.watchRoom()
+	default:
+		c.toHost.end(&relay.ClientError{Err: err})
+		c.pending.clear()
+	}
+	return false
+}
+
+// watchRoom has the client's socket, which has none, watched for room.
+func (c *Conn) watchRoom() {
+	c.full = true
+	if !c.watched {
+		c.watched = true
+		c.table.opts.Later(c.watchWrite) // not within Control
+	}
+}
+
+func (c *Conn) watchWrite() {
+	c.mu.Lock()
+	client := c.client
+	c.mu.Unlock()
+	if client == nil {
+		return
+	}
+	if err := client.WatchWrite(); err != nil {
+		c.mu.Lock()
+		c.clientGone(err)
+		c.unlock()
+	}
+}
+
+// showWindow returns the window to show the guest, and promises it. A promise is not
+// taken back (RFC 9293, 3.8.6.2.1).
+func (c *Conn) showWindow() uint16 {
+	free := c.table.opts.Window() - c.pending.size
+	if edge := c.rcvNxt + uint32(max(free, 0)); before(c.edge, edge) {
+		c.edge = edge
+	}
+	shown := min(int(c.edge-c.rcvNxt)>>c.shift, 0xffff)
+	return uint16(shown)
+}
+
+// A pending is bytes that the client has not taken, in chunks.
+type pending struct {
+	chunks [][]byte
+	size   int
+}
+
+// chunkSize is that of a super-frame's payload.
+const chunkSize = 64 << 10
+
+var chunks = sync.Pool{New: func() any { return new([chunkSize]byte) }}
+
+func (p *pending) add(b []byte) {
+	for len(b) > 0 {
+		if k := len(p.chunks); k == 0 || len(p.chunks[k-1]) == cap(p.chunks[k-1]) {
+			p.chunks = append(p.chunks, chunks.Get().(*[chunkSize]byte)[:0])
+		}
+		last := &p.chunks[len(p.chunks)-1]
+		n := min(len(b), cap(*last)-len(*last))
+		*last = append(*last, b[:n]...)
+		b = b[n:]
+		p.size += n
+	}
+}
+
+func (p *pending) front() []byte { return p.chunks[0] }
+
+// drop forgets the first n bytes, of the first chunk.
+func (p *pending) drop(n int) {
+	if n <= 0 {
+		return
+	}
+	p.size -= n
+	if n < len(p.chunks[0]) {
+		p.chunks[0] = p.chunks[0][n:]
+		return
+	}
+	p.chunks[0] = nil
+	p.chunks = p.chunks[1:]
+	if len(p.chunks) == 0 {
+		p.chunks = nil
+	}
+}
+
+func (p *pending) clear() { *p = pending{} }

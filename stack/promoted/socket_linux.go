@@ -1,0 +1,78 @@
+package promoted
+
+import (
+	"io"
+
+	"golang.org/x/sys/unix"
+)
+
+// errAgain says that a socket has nothing, or no room.
+var errAgain error = unix.EAGAIN
+
+// SO_PEEK_OFF works for TCP since Linux 6.9.
+
+// read takes bytes from the client's socket; io.EOF is the end of its stream.
+func (c *Conn) read(p []byte) (int, error) {
+	n, err := received(recv(c.fd, p, 0))
+	c.peekOff = max(c.peekOff-n, 0) // as the kernel does
+	return n, err
+}
+
+// peek looks at the bytes that begin at off in the client's socket, and leaves them.
+func (c *Conn) peek(p []byte, off int) (int, error) {
+	if !c.peekSet {
+		// Urgent data would be a hole that no offset knows of (tcp(7), SO_OOBINLINE).
+		if err := unix.SetsockoptInt(c.fd, unix.SOL_SOCKET, unix.SO_OOBINLINE, 1); err != nil {
+			return 0, err
+		}
+	}
+	if !c.peekSet || c.peekOff != off {
+		if err := unix.SetsockoptInt(c.fd, unix.SOL_SOCKET, unix.SO_PEEK_OFF, off); err != nil {
+			return 0, err
+		}
+		c.peekSet, c.peekOff = true, off
+	}
+	n, err := received(recv(c.fd, p, unix.MSG_PEEK))
+	c.peekOff += n
+	return n, err
+}
+
+// discard takes n bytes, which were peeked, from the client's socket.
+func (c *Conn) discard(n int) {
+	if c.client == nil {
+		return
+	}
+	_ = c.client.Control(func(fd uintptr) {
+		for n > 0 {
+			k, err := received(discard(int(fd), n))
+			if err != nil {
+				break // it was reset, which a read tells
+			}
+			n -= k
+			c.peekOff = max(c.peekOff-k, 0) // as the kernel does
+		}
+	})
+}
+
+// readFull reads what is known to be there.
+func (c *Conn) readFull(p []byte) bool {
+	for len(p) > 0 {
+		n, err := c.read(p)
+		if err != nil {
+			return false
+		}
+		p = p[n:]
+	}
+	return true
+}
+
+// write gives the client what it takes of two pieces.
+func (c *Conn) write(first, rest []byte) (int, error) { return send(c.fd, first, rest) }
+
+// received gives recv(2)'s answer the meaning of io.Reader's.
+func received(n int, err error) (int, error) {
+	if n == 0 && err == nil {
+		return 0, io.EOF
+	}
+	return max(n, 0), err
+}

@@ -1,0 +1,18 @@
+//go:build !linux
+
+package promoted
+
+import (
+	"errors"
+	"syscall"
+)
+
+// Promoted flows are Linux's.
+
+var errAgain error = syscall.EAGAIN
+
+func (c *Conn) read([]byte) (int, error)       { return 0, errors.ErrUnsupported }
+func (c *Conn) peek([]byte, int) (int, error)  { return 0, errors.ErrUnsupported }
+func (c *Conn) discard(int)                    {}
+func (c *Conn) readFull([]byte) bool           { return false }
+func (c *Conn) write(_, _ []byte) (int, error) { return 0, errors.ErrUnsupported }
