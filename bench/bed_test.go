@@ -65,6 +65,7 @@ type path struct {
 var ownPaths = []path{
 	{"loopback", false, openLoopback},
 	{"culvert-tap", false, openTap},
+	{"culvert-tap-promoted", false, openTapPromoted},
 }
 
 // eachPath measures every path of the table on one bed of its own.
@@ -121,14 +122,19 @@ func openTap(tb testing.TB) *bed {
 	return openTapAs(tb, func(att datapath.Attachment) datapath.Attachment { return att })
 }
 
+// openTapPromoted is openTap with promoted flows.
+func openTapPromoted(tb testing.TB) *bed {
+	return openTapAs(tb, func(att datapath.Attachment) datapath.Attachment { return att }, func(o *netstack.Options) { o.Promoted = true })
+}
+
 // openTapAs is openTap with the tap as wrap makes of it.
-func openTapAs(tb testing.TB, wrap func(datapath.Attachment) datapath.Attachment) *bed {
+func openTapAs(tb testing.TB, wrap func(datapath.Attachment) datapath.Attachment, with ...func(*netstack.Options)) *bed {
 	tb.Helper()
 	guest := datapathtest.NewNetNS(tb)
 	att, err := tap.Open(tap.Config{Name: "tap0", NetNS: guest.Path(), MTU: mtu})
 	require.NoError(tb, err)
 	setUp(tb, guest, "tap0", node+"/24")
-	b := mustRelay(tb, wrap(att), node, gateway, 5*time.Second)
+	b := mustRelay(tb, wrap(att), node, gateway, 5*time.Second, with...)
 	b.guest, b.server = guest, node
 	return b
 }
@@ -185,11 +191,15 @@ func setUp(tb testing.TB, ns *datapathtest.NetNS, name, prefix string) {
 
 // mustRelay publishes the port of the guest at att, which has to answer within
 // patience, in a namespace of its own.
-func mustRelay(tb testing.TB, att datapath.Attachment, node, gateway string, patience time.Duration) *bed {
+func mustRelay(tb testing.TB, att datapath.Attachment, node, gateway string, patience time.Duration, with ...func(*netstack.Options)) *bed {
 	tb.Helper()
-	s, err := netstack.New(att, netstack.Options{
+	o := netstack.Options{
 		Node: netip.MustParseAddr(node), Gateway: netip.MustParsePrefix(gateway), MTU: mtu, Seed: "bench",
-	})
+	}
+	for _, set := range with {
+		set(&o)
+	}
+	s, err := netstack.New(att, o)
 	require.NoError(tb, err)
 	tb.Cleanup(func() { _ = s.Close() })
 	require.Eventually(tb, func() bool {

@@ -91,7 +91,7 @@ func (a *attachment) leave(why error) {
 	}
 	for _, q := range a.queue {
 		_ = q.file.SetDeadline(time.Unix(1, 0)) // long past: ends waiting now
-		q.fire()
+		q.fireEnd()
 	}
 }
 
@@ -104,7 +104,7 @@ func (a *attachment) Close() error {
 			q.mu.Lock() // after it nobody starts an awaitRoom
 			a.closeErr = errors.Join(a.closeErr, q.file.Close())
 			q.mu.Unlock()
-			q.fire()
+			q.fireEnd()
 		}
 		a.wg.Wait()
 	})

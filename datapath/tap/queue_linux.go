@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"os"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -24,7 +25,8 @@ type queue struct {
 	raw  syscall.RawConn
 	room chan struct{} // one buffered; see datapath.QueuePair.Room
 
-	in inbound // the reader's
+	in    inbound // the reader's
+	onEnd atomic.Pointer[func()]
 
 	mu  sync.Mutex
 	out outbound // guarded by mu
@@ -44,6 +46,7 @@ type inbound struct {
 	hdr   [virtio.HdrSize]byte
 	over  [1]byte // reached only by a frame that is too long
 	ready func(fd uintptr) bool
+	try   func(fd uintptr)
 }
 
 // outbound is the state of a WriteBatch under way, likewise.
@@ -71,18 +74,64 @@ func newQueue(a *attachment, f *os.File) (*queue, error) {
 	}
 	q := &queue{attachment: a, file: f, raw: raw, room: make(chan struct{}, 1)}
 	q.in.ready = q.readReady
+	q.in.try = func(fd uintptr) { q.readReady(fd) }
 	q.out.now = q.writeNow
 	return q, nil
 }
 
-func (q *queue) ReadBatch(frames []datapath.Frame, get func(n int) [][]byte) (int, error) {
+// Control implements datapath.Pollable.
+func (q *queue) Control(f func(fd uintptr)) error { return q.raw.Control(f) }
+
+// OnEnd implements datapath.Pollable.
+func (q *queue) OnEnd(ended func()) { q.onEnd.Store(&ended) }
+
+// TryReadBatch implements datapath.Pollable.
+func (q *queue) TryReadBatch(frames []datapath.Frame, get func(n int) [][]byte) (int, error) {
+	if err := q.ended(); err != nil {
+		return 0, err
+	}
+	if len(frames) == 0 {
+		return 0, nil
+	}
 	in := &q.in
+	in.begin(frames, get)
+	defer in.end()
+	if err := q.raw.Control(in.try); err != nil {
+		return 0, datapath.ErrClosed
+	}
+	if in.n == 0 && in.errno != 0 {
+		q.leave(q.readError(in.errno))
+		return 0, q.ended()
+	}
+	q.stats.FromGuest.Frames.Add(uint64(in.n))
+	q.stats.FromGuest.Bytes.Add(in.bytes)
+	return in.n, nil
+}
+
+// readError says why a read failed for good.
+func (q *queue) readError(errno unix.Errno) error {
+	if errno == unix.EBADFD { // the kernel's word that the interface is gone
+		return datapath.ErrPeerGone
+	}
+	return fmt.Errorf("%w: read from tap %s: %w", datapath.ErrPeerGone, q.info.Name, errno)
+}
+
+// begin begins a ReadBatch.
+func (in *inbound) begin(frames []datapath.Frame, get func(n int) [][]byte) {
 	in.frames, in.get = frames, get
 	in.n, in.bytes, in.errno = 0, 0, 0
-	defer func() {
-		in.frames, in.get, in.lent = nil, nil, nil
-		clear(in.iov[:cap(in.iov)]) // the memory is the caller's again
-	}()
+}
+
+// end ends it: the memory is the caller's again.
+func (in *inbound) end() {
+	in.frames, in.get, in.lent = nil, nil, nil
+	clear(in.iov[:cap(in.iov)])
+}
+
+func (q *queue) ReadBatch(frames []datapath.Frame, get func(n int) [][]byte) (int, error) {
+	in := &q.in
+	in.begin(frames, get)
+	defer in.end()
 	for in.n == 0 && len(frames) > 0 {
 		if err := q.ended(); err != nil {
 			return 0, err
@@ -98,7 +147,7 @@ func (q *queue) ReadBatch(frames []datapath.Frame, get func(n int) [][]byte) (in
 			// the wait.
 			q.leave(datapath.ErrPeerGone)
 		case in.errno != 0:
-			q.leave(fmt.Errorf("%w: read from tap %s: %w", datapath.ErrPeerGone, q.info.Name, in.errno))
+			q.leave(q.readError(in.errno))
 		}
 	}
 	q.stats.FromGuest.Frames.Add(uint64(in.n))
@@ -291,6 +340,14 @@ func writable(fd uintptr) bool {
 }
 
 func (q *queue) Room() <-chan struct{} { return q.room }
+
+// fireEnd wakes all that wait: the attachment has ended.
+func (q *queue) fireEnd() {
+	q.fire()
+	if ended := q.onEnd.Swap(nil); ended != nil {
+		(*ended)()
+	}
+}
 
 // fire wakes a writer that waits for room.
 func (q *queue) fire() {

@@ -96,7 +96,12 @@ func (t *Tracer) Wrap(vm string, att datapath.Attachment) (datapath.Attachment, 
 	l := &link{Attachment: att, tracer: t, vm: vm}
 	flight, err := t.recorder(vm)
 	for i, qp := range att.QueuePairs() {
-		l.pairs = append(l.pairs, &queuePair{QueuePair: qp, link: l, queue: i, flight: flight})
+		q := &queuePair{QueuePair: qp, link: l, queue: i, flight: flight}
+		if p, ok := qp.(datapath.Pollable); ok {
+			l.pairs = append(l.pairs, &pollablePair{q, p})
+			continue
+		}
+		l.pairs = append(l.pairs, q)
 	}
 	t.mu.Lock()
 	t.links = append(t.links, l)
@@ -216,11 +221,17 @@ func (q *queuePair) WriteBatch(frames []datapath.Frame) (int, error) {
 func (q *queuePair) ReadBatch(frames []datapath.Frame, get func(n int) [][]byte) (int, error) {
 	q.settle()
 	n, err := q.QueuePair.ReadBatch(frames, get)
+	q.note(frames[:n])
+	return n, err
+}
+
+// note begins the records of a batch.
+func (q *queuePair) note(frames []datapath.Frame) {
 	all := q.link.tracer.readers.Load()
 	if all == nil && q.flight == nil {
-		return n, err
+		return
 	}
-	q.batch = frames[:n]
+	q.batch = frames
 	q.pending.reserve(all, q, q.batch, Inbound, nil)
 	if q.flight != nil {
 		at := time.Now().UnixNano()
@@ -228,6 +239,27 @@ func (q *queuePair) ReadBatch(frames []datapath.Frame, get func(n int) [][]byte)
 			q.flown = append(q.flown, q.flight.record(at, q.queue, Inbound, &q.batch[i], 0))
 		}
 	}
+}
+
+// A pollablePair is a queuePair of a transport whose readers may wait by themselves.
+type pollablePair struct {
+	*queuePair
+	pollable datapath.Pollable
+}
+
+var _ datapath.Pollable = (*pollablePair)(nil)
+
+// Control implements datapath.Pollable.
+func (q *pollablePair) Control(f func(fd uintptr)) error { return q.pollable.Control(f) }
+
+// OnEnd implements datapath.Pollable.
+func (q *pollablePair) OnEnd(ended func()) { q.pollable.OnEnd(ended) }
+
+// TryReadBatch implements datapath.Pollable.
+func (q *pollablePair) TryReadBatch(frames []datapath.Frame, get func(n int) [][]byte) (int, error) {
+	q.settle()
+	n, err := q.pollable.TryReadBatch(frames, get)
+	q.note(frames[:n])
 	return n, err
 }
 

@@ -70,28 +70,33 @@ func (in *inbound) run() {
 			in.link.end(err)
 			return
 		}
-		in.link.runner.enter()
-		in.link.lastFrame.Store(in.link.elapsed())
-		j := 0
-		for i := range n {
-			f := &in.frames[i]
-			// Loans are used in order; one that a skipped frame had is passed by.
-			for j < in.lent && !in.loans[j].holds(f) {
-				j++
-			}
-			if j == in.lent {
-				break // not our memory: a transport that breaks its contract
-			}
-			in.take(f, &in.loans[j])
+		in.takeBatch(n)
+	}
+}
+
+// takeBatch delivers the n frames that were read last, and what follows from them.
+func (in *inbound) takeBatch(n int) {
+	in.link.runner.enter()
+	in.link.lastFrame.Store(in.link.elapsed())
+	j := 0
+	for i := range n {
+		f := &in.frames[i]
+		// Loans are used in order; one that a skipped frame had is passed by.
+		for j < in.lent && !in.loans[j].holds(f) {
 			j++
 		}
-		in.udp.end()
-		in.settle()
-		if in.promoted != nil {
-			in.promoted.End()
+		if j == in.lent {
+			break // not our memory: a transport that breaks its contract
 		}
-		in.link.runner.leave()
+		in.take(f, &in.loans[j])
+		j++
 	}
+	in.udp.end()
+	in.settle()
+	if in.promoted != nil {
+		in.promoted.End()
+	}
+	in.link.runner.leave()
 }
 
 // holds reports whether f lies in l's memory.

@@ -41,6 +41,7 @@ type linkEndpoint struct {
 	udpID    atomic.Uint32 // the next packet's identification (RFC 791), in its low half
 	inlined  inlined
 	promoted *promoted.Table // nil where flows are gVisor's
+	driven   *driven         // nil where inbounds have goroutines
 	runner   *runner
 
 	lastFrame atomic.Int64 // when a frame last came, by elapsed; 0 never
@@ -123,7 +124,10 @@ func (l *linkEndpoint) Attach(d stack.NetworkDispatcher) {
 		return
 	}
 	for i, qp := range l.att.QueuePairs() {
-		l.wg.Go(newInbound(l, qp, d).run)
+		in := newInbound(l, qp, d)
+		if !in.drive() {
+			l.wg.Go(in.run)
+		}
 		l.wg.Go(l.out[i].run)
 	}
 }
@@ -172,4 +176,7 @@ func (l *linkEndpoint) Wait() {
 		o.stop()
 	}
 	l.wg.Wait()
+	if l.driven != nil {
+		l.driven.stop() // the loop has ended
+	}
 }

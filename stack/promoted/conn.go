@@ -291,11 +291,32 @@ func (c *Conn) Copy(client relay.Conn, ended func(relay.Half, error)) {
 	c.push(turnBytes)
 	c.drain()
 	c.unlock()
-	if err := client.(relay.Pollable).Watch(c.clientReady); err != nil {
+	if err := c.watch(client.(relay.Pollable)); err != nil {
 		c.mu.Lock()
 		c.clientGone(err)
 		c.unlock()
 	}
+}
+
+// watch has the events of the client's socket come to clientReady.
+func (c *Conn) watch(client relay.Pollable) error {
+	if c.table.loop == nil {
+		return client.Watch(c.clientReady)
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.client == nil {
+		return nil // closed meanwhile
+	}
+	return c.table.loop.add(c)
+}
+
+// dropClient forgets the client, which is about to be closed. c.mu is held.
+func (c *Conn) dropClient() {
+	if c.client != nil && c.table.loop != nil {
+		c.table.loop.remove(c)
+	}
+	c.client = nil
 }
 
 // clientReady is told of the client's socket.
@@ -383,7 +404,7 @@ func (c *Conn) reset(why error) {
 	if c.done == nil {
 		c.leave()
 	}
-	c.client = nil
+	c.dropClient()
 }
 
 // Close implements relay.Side. The guest is still given what the client has sent, from
@@ -400,7 +421,7 @@ func (c *Conn) Close() error {
 		return nil
 	}
 	c.leave()
-	c.client = nil
+	c.dropClient()
 	c.toGuest.end(net.ErrClosed)
 	c.toHost.end(net.ErrClosed)
 	c.finWanted = true

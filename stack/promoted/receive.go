@@ -163,7 +163,9 @@ func (c *Conn) due(n int) {
 // answered is told that new payload is sent, and with it an acknowledgement.
 func (c *Conn) answered() {
 	if c.taken == 1 {
-		c.exchanges++
+		if c.exchanges++; c.exchanges >= calm && c.table.loop != nil {
+			c.table.loop.calm.Store(true)
+		}
 	} else if c.taken > 1 {
 		c.exchanges = 0
 	}
@@ -275,15 +277,16 @@ func (c *Conn) watchRoom() {
 
 func (c *Conn) watchWrite() {
 	c.mu.Lock()
-	client := c.client
-	c.mu.Unlock()
-	if client == nil {
+	defer c.unlock()
+	if c.client == nil {
 		return
 	}
-	if err := client.WatchWrite(); err != nil {
-		c.mu.Lock()
+	watch := c.client.WatchWrite
+	if l := c.table.loop; l != nil {
+		watch = func() error { return l.addWrite(c) }
+	}
+	if err := watch(); err != nil {
 		c.clientGone(err)
-		c.unlock()
 	}
 }
 

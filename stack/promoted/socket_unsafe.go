@@ -63,3 +63,18 @@ func iovec(p []byte) unix.Iovec {
 	v.SetLen(len(p))
 	return v
 }
+
+// epollWait returns which of an epoll set's descriptors have events, without waiting,
+// and a negative number for a set that is no more (epoll_wait(2)).
+func epollWait(epfd int, events []unix.EpollEvent) int {
+	for {
+		n, _, errno := unix.RawSyscall6(unix.SYS_EPOLL_PWAIT, uintptr(epfd), uintptr(unsafe.Pointer(unsafe.SliceData(events))), uintptr(len(events)), 0, 0, 0)
+		switch errno {
+		case 0:
+			return int(n)
+		case unix.EINTR:
+		default:
+			return -1
+		}
+	}
+}

@@ -84,6 +84,7 @@ type Table struct {
 	port   uint16 // the next to try
 	closed bool
 
+	loop   *loop // nil without Drive
 	queue  turns
 	held   atomic.Int64 // buffers in use of requests
 	linger atomic.Int64 // bytes kept for flows that were closed
@@ -106,7 +107,6 @@ func NewTable(o Options) *Table {
 	var b [4]byte
 	_, _ = rand.Read(b[:]) // never fails
 	t.stamp = binary.BigEndian.Uint32(b[:])
-	t.queue.init()
 	return t
 }
 
@@ -179,7 +179,7 @@ func (t *Table) Lookup(remote [4]byte, remotePort, port uint16) *Conn {
 	return t.find(keyOf(remote, remotePort, port))
 }
 
-// Close resets every flow and waits for the Table's goroutine. Flows that are started
+// Close resets every flow and waits for the Table's goroutines. Flows that are started
 // later fail.
 func (t *Table) Close() {
 	t.mu.Lock()
@@ -194,6 +194,9 @@ func (t *Table) Close() {
 		c.forget()
 	}
 	t.queue.close()
+	if t.loop != nil {
+		t.loop.stop()
+	}
 }
 
 // isn returns an initial sequence number (RFC 6528): one that rises every 4 µs, from

@@ -3,19 +3,26 @@ package promoted
 import (
 	"runtime"
 	"sync"
+	"sync/atomic"
 )
 
 // turns are the flows that have more to move than what they may at once, one after
-// the other: a goroutine gives each its turn for as long as there are any.
+// the other. The Table's loop gives each its turn, or else a goroutine for as long as
+// there are any.
 type turns struct {
+	wake  func()       // of the loop, nil without; fixed before the first flow
+	count atomic.Int32 // of queue
+
 	mu      sync.Mutex
 	queue   []*Conn
+	spare   []*Conn
 	working bool
 	closed  bool
 	wg      sync.WaitGroup
 }
 
-func (q *turns) init() {}
+// waiting reports whether there is a flow whose turn it is.
+func (q *turns) waiting() bool { return q.count.Load() > 0 }
 
 // add queues c, which is not in the queue.
 func (q *turns) add(c *Conn) {
@@ -25,7 +32,11 @@ func (q *turns) add(c *Conn) {
 		return
 	}
 	q.queue = append(q.queue, c)
-	if !q.working {
+	q.count.Add(1)
+	switch {
+	case q.wake != nil:
+		q.wake()
+	case !q.working:
 		q.working = true
 		q.wg.Go(q.work)
 	}
@@ -33,22 +44,35 @@ func (q *turns) add(c *Conn) {
 
 // work gives turns until nobody wants one.
 func (q *turns) work() {
-	var now []*Conn
-	for {
-		q.mu.Lock()
-		clear(now)
-		now, q.queue = q.queue, now[:0]
-		if len(now) == 0 || q.closed {
-			q.queue, q.working = nil, false
-			q.mu.Unlock()
-			return
-		}
-		q.mu.Unlock()
-		for _, c := range now {
-			c.turn()
-			runtime.Gosched() // others wait for the processor, and their clients behind them
-		}
+	for q.round() {
+		runtime.Gosched() // others wait for the processor, and their clients behind them
 	}
+}
+
+// round gives each flow that waits its turn. It reports whether to go on: it is one
+// goroutine's at a time.
+func (q *turns) round() bool {
+	if q.wake != nil && !q.waiting() {
+		return true
+	}
+	q.mu.Lock()
+	if len(q.queue) == 0 || q.closed {
+		q.working = false
+		q.mu.Unlock()
+		return false
+	}
+	now := q.queue
+	q.queue, q.spare = q.spare[:0], nil
+	q.count.Store(0)
+	q.mu.Unlock()
+	for i, c := range now {
+		c.turn()
+		now[i] = nil
+	}
+	q.mu.Lock()
+	q.spare = now[:0]
+	q.mu.Unlock()
+	return true
 }
 
 func (q *turns) close() {
