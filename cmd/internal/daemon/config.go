@@ -81,7 +81,15 @@ type VMLink struct {
 	Gateway netip.Prefix // our own address on the link, and its prefix
 	MTU     int
 	QMP     string // the VMM's QMP socket; empty without
+	TCP     string // what flows to the guest are: tcpNetstack or tcpPromoted
 }
+
+// What TCP flows to a guest may be: endpoints of gVisor's, or of package promoted's
+// where the link has the offloads for it.
+const (
+	tcpNetstack = "netstack"
+	tcpPromoted = "promoted"
+)
 
 // The file, as it is written. Values stay text until their place in the file can
 // be named; a number too, of which the library would drop the fraction.
@@ -126,6 +134,7 @@ type fileVM struct {
 	Gateway6   string          `yaml:"gateway6"`
 	MTU        string          `yaml:"mtu"`
 	QMP        string          `yaml:"qmp"`
+	TCP        string          `yaml:"tcp"`
 	Docker     *fileDocker     `yaml:"docker"`
 	Kubernetes *fileKubernetes `yaml:"kubernetes"`
 	Publish    []string        `yaml:"publish"`

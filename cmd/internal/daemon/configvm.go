@@ -62,6 +62,11 @@ func (r *reader) vm(path string, f *fileVM, before []VMConfig) (*VMConfig, error
 		}
 		vm.QMP = f.QMP
 	}
+	if f.TCP != "" {
+		if vm.TCP = f.TCP; vm.TCP != tcpNetstack && vm.TCP != tcpPromoted {
+			return nil, r.at(path+".tcp", fmt.Errorf("%q is none of %s, %s", f.TCP, tcpNetstack, tcpPromoted))
+		}
+	}
 	if err := r.docker(path+".docker", f.Docker, vm); err != nil {
 		return nil, err
 	}

@@ -54,6 +54,7 @@ func (a *attacher) Accept(ctx context.Context) (reconcile.Link, error) {
 	}
 	s, err := netstack.New(traced, netstack.Options{
 		Node: a.vm.Node, Gateway: a.vm.Gateway, MTU: a.vm.MTU, Seed: a.vm.Name, Budget: a.budget,
+		Promoted: a.vm.TCP == tcpPromoted,
 	})
 	if err != nil {
 		return nil, err
