@@ -85,14 +85,18 @@ func buildCulvert(t *testing.T) string {
 const udpIdle = 3 * time.Second
 
 // newDaemon returns a daemon that is not started yet, set up by a config file.
-func newDaemon(t *testing.T, spec string, publishes []string) *daemon {
+func newDaemon(t *testing.T, spec string, publishes []string, with ...func(vm map[string]any)) *daemon {
 	t.Helper()
 	dir := shortTempDir(t)
 	config := filepath.Join(dir, "culvert.yaml")
 	// JSON is YAML, and quotes what needs it.
+	vm := map[string]any{"name": "default", "attach": spec, "publish": publishes}
+	for _, set := range with {
+		set(vm)
+	}
 	yaml, err := json.Marshal(map[string]any{
 		"timeouts": map[string]any{"udpIdle": udpIdle.String()},
-		"vms":      []any{map[string]any{"name": "default", "attach": spec, "publish": publishes}},
+		"vms":      []any{vm},
 	})
 	require.NoError(t, err)
 	require.NoError(t, os.WriteFile(config, yaml, 0o600))

@@ -160,10 +160,18 @@ func TestSuiteVhostUserRefused(t *testing.T) {
 }
 
 // TestSuiteTap is a namespace with a tap in it.
-func TestSuiteTap(t *testing.T) {
+func TestSuiteTap(t *testing.T) { testTap(t) }
+
+// TestSuiteTapPromoted is TestSuiteTap with promoted flows.
+func TestSuiteTapPromoted(t *testing.T) { testTap(t, promoted) }
+
+// promoted has a VM's flows promoted.
+func promoted(vm map[string]any) { vm["tcp"] = "promoted" }
+
+func testTap(t *testing.T, with ...func(vm map[string]any)) {
 	needsTime(t)
 	b := newTap(t)
-	e := start(t, b)
+	e := start(t, b, with...)
 	e.run(t, cases...)
 	e.run(t,
 		testCase{"InterfaceDeleted", testEnd(b.unplug, time.Second)},
@@ -182,10 +190,10 @@ func needsTime(t *testing.T) {
 }
 
 // start brings up a daemon, then the guest, and waits until both have met.
-func start(t *testing.T, b bed) *env {
+func start(t *testing.T, b bed, with ...func(vm map[string]any)) *env {
 	t.Helper()
 	e := &env{bed: b, base: freePorts(t, hostLen)}
-	e.d = newDaemon(t, b.spec(), publishes(e.base))
+	e.d = newDaemon(t, b.spec(), publishes(e.base), with...)
 	e.d.start(t)
 	e.boot(t)
 	e.d.waitReady(t)

@@ -37,8 +37,8 @@ type outbound struct {
 	// full says that packets wait, and so that order demands to queue behind
 	// them. It is set and cleared under mu.
 	full atomic.Bool
-	// stuck is since when the guest has taken none of those that wait, in
-	// nanoseconds after begun; 0 while none waits. It is set as full is.
+	// stuck is since when the guest has taken none of those that wait, packets or who
+	// would send one, in nanoseconds after begun; 0 while none waits. It is set under mu.
 	stuck atomic.Int64
 	begun time.Time
 
@@ -109,6 +109,9 @@ func (o *outbound) sendOrWait(frames []datapath.Frame, w promoted.Waiter) int {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	o.waiters = append(o.waiters, w)
+	if o.stuck.Load() == 0 {
+		o.moved()
+	}
 	if rooms != o.rooms.Load() { // there has been room meanwhile, of which w was not told
 		select {
 		case o.kick <- struct{}{}:
@@ -200,6 +203,9 @@ func (o *outbound) tellWaiters() {
 	o.rooms.Add(1)
 	waiters := o.waiters
 	o.waiters = nil
+	if len(o.waiting) == 0 {
+		o.stuck.Store(0) // who finds no room again says so
+	}
 	o.mu.Unlock()
 	for _, w := range waiters {
 		w.Room()

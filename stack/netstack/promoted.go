@@ -29,12 +29,16 @@ const (
 	promotedWindow = 1 << 20
 )
 
-// promotable says whether flows may do without gVisor on a link with these offloads:
-// checksums and segmentation are left to who takes the frame.
+// promotable says whether flows may do without gVisor on a link like this: checksums
+// and segmentation are left to who takes the frame.
 func promotable(info datapath.Info) bool {
 	need := virtio.OffloadCSum | virtio.OffloadTSO4
-	return info.ToGuest.Has(need) && info.FromGuest.Has(virtio.OffloadCSum)
+	return info.ToGuest.Has(need) && info.FromGuest.Has(virtio.OffloadCSum) && promoted.Supported()
 }
+
+// Promoted says whether the flows to the guest are promoted: Options ask for it, and
+// the link and the kernel allow it.
+func (s *Stack) Promoted() bool { return s.link.promoted != nil }
 
 // newPromoted makes the table of s's promoted flows.
 func newPromoted(s *Stack) *promoted.Table {

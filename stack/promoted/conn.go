@@ -364,11 +364,20 @@ func (c *Conn) CloseWrite() error {
 	if c.state != open || c.closed {
 		return net.ErrClosed
 	}
-	c.finWanted = true
 	c.toGuest.end(nil)
+	c.endSending()
+	return nil
+}
+
+// endSending has the guest hear of the end of our stream: what the client has sent is
+// all there is. c.mu is held.
+func (c *Conn) endSending() {
+	if !c.eof {
+		c.eof, c.end = true, c.max
+	}
+	c.finWanted = true
 	c.push(turnBytes)
 	c.acknowledge()
-	return nil
 }
 
 // KeepAlive implements relay.Side.
@@ -424,9 +433,7 @@ func (c *Conn) Close() error {
 	c.dropClient()
 	c.toGuest.end(net.ErrClosed)
 	c.toHost.end(net.ErrClosed)
-	c.finWanted = true
-	c.push(turnBytes)
-	c.acknowledge()
+	c.endSending()
 	c.freeIfDone()
 	return nil
 }

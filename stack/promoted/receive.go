@@ -112,6 +112,7 @@ func (c *Conn) takePayload(s *Segment) {
 	if most := int(c.edge - c.rcvNxt); in.size() > most {
 		in.keep(most)
 		fin = false
+		c.ackNow = true // with the window, which the guest may have forgotten
 	}
 	n := in.size()
 	switch {

@@ -158,6 +158,8 @@ func (c *Conn) windowOf(s *Segment) int { return int(s.window) << c.scale }
 func (c *Conn) acked(n int, s *Segment) {
 	if c.stamps && s.stamped {
 		c.measure(s)
+	} else {
+		c.rto = firstRTO // no longer than needed: nothing measures it
 	}
 	data := n
 	if c.finSent && s.ack == c.max {

@@ -2,6 +2,7 @@ package promoted
 
 import (
 	"io"
+	"sync"
 
 	"golang.org/x/sys/unix"
 )
@@ -9,7 +10,16 @@ import (
 // errAgain says that a socket has nothing, or no room.
 var errAgain error = unix.EAGAIN
 
-// SO_PEEK_OFF works for TCP since Linux 6.9.
+// Supported reports whether this kernel lets a flow look into a client's socket from
+// where it has looked last: SO_PEEK_OFF works for TCP since Linux 6.9.
+var Supported = sync.OnceValue(func() bool {
+	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		return false
+	}
+	defer unix.Close(fd)
+	return unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_PEEK_OFF, 0) == nil
+})
 
 // read takes bytes from the client's socket; io.EOF is the end of its stream.
 func (c *Conn) read(p []byte) (int, error) {

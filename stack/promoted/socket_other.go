@@ -7,7 +7,8 @@ import (
 	"syscall"
 )
 
-// Promoted flows are Linux's.
+// Supported reports whether there can be promoted flows: they are Linux's.
+func Supported() bool { return false }
 
 var errAgain error = syscall.EAGAIN
 

@@ -170,6 +170,10 @@ func (d *Daemon) VMs() []api.VM {
 			s := l.Stats()
 			vm.Offloads = l.Info().ToGuest.Names()
 			vm.Queues = s.Queues
+			vm.TCP = tcpNetstack
+			if l.Promoted() {
+				vm.TCP = tcpPromoted
+			}
 			vm.LastFrame = api.Time{Time: l.LastFrame()}
 			vm.Frames = api.Traffic{ToGuest: s.Link.ToGuest.Frames.Load(), ToHost: s.Link.FromGuest.Frames.Load()}
 			vm.Bytes = api.Traffic{ToGuest: s.Link.ToGuest.Bytes.Load(), ToHost: s.Link.FromGuest.Bytes.Load()}
