@@ -134,6 +134,7 @@ func (c *Conn) takePayload(s *Segment) {
 		c.rcvNxt++
 		c.finTaken = true
 		c.ackDue = true
+		c.ackNow = c.ackNow || c.finSent // or else our own end may carry it, which often follows
 		c.endHost(nil)
 		c.freeIfDone()
 	}

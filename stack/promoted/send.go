@@ -347,19 +347,14 @@ func (c *Conn) room() int {
 // sendOnce sends up to room bytes from nxt on in one frame, and returns how many.
 func (c *Conn) sendOnce(room int) int {
 	off := c.flight()
-	if c.nxt != c.max { // again
-		left := int(c.max - c.nxt)
-		if c.finSent {
-			left--
-		}
-		if left <= 0 {
-			return 0
-		}
-		room = min(room, left)
-	}
 	if room <= 0 {
 		c.stuck()
 		return 0
+	}
+	if c.eof {
+		if room = min(room, int(c.end-c.nxt)); room <= 0 {
+			return 0
+		}
 	}
 	if off < len(c.held) {
 		return c.sendFrame(nil, c.held[off:min(len(c.held), off+room)])
@@ -367,7 +362,7 @@ func (c *Conn) sendOnce(room int) int {
 	if c.client == nil {
 		return 0
 	}
-	if c.nxt == c.max && (c.eof || c.toGuest.over || !(c.readable || c.finished)) {
+	if c.nxt == c.max && (c.toGuest.over || !(c.readable || c.finished)) {
 		return 0
 	}
 	sc := scratches.Get().(*scratch)
@@ -379,7 +374,7 @@ func (c *Conn) sendOnce(room int) int {
 	if !c.found(n, err) {
 		return 0
 	}
-	if c.nxt == c.max && n < room {
+	if n < room {
 		c.readable = false // that was all (epoll(7)); more is an event
 	}
 	return c.sendFrame(sc, sc.payload[:n])
@@ -441,8 +436,13 @@ func (c *Conn) found(n int, err error) bool {
 	return false
 }
 
-// stuck is told that there is no room. A guest that has said so long ago is asked.
+// stuck is told that there is no room. An end of the client's stream needs none; a guest
+// that has said so long ago is asked.
 func (c *Conn) stuck() {
+	if c.finished && !c.eof && !c.toGuest.over && c.nxt == c.max && c.client != nil {
+		var b [1]byte
+		c.found(c.peek(b[:], c.flight()-len(c.held)))
+	}
 	if c.window == 0 && c.flight() == 0 && !c.resend.isSet() {
 		c.resend.set(c, c.rto)
 	}
