@@ -320,11 +320,7 @@ func (s *Socket) accept() (fd int, remote netip.AddrPort, err error) {
 	if s.closed {
 		return -1, netip.AddrPort{}, net.ErrClosed
 	}
-	fd, sa, err := unix.Accept4(s.fd, unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC)
-	if err != nil {
-		return -1, netip.AddrPort{}, err
-	}
-	return fd, addrPort(sa), nil
+	return accept4(s.fd)
 }
 
 func wouldBlock(call string, err error) error {

@@ -11,6 +11,9 @@ const (
 	// to its client and lets them go, so a few pieces of memory that stay in the
 	// processor's cache do for all of them: 2 x 64 KiB.
 	bulkBatch = 2
+	// One frame is read at once where the last wait has brought no more: a second try,
+	// which would find nothing, costs as much as the first.
+
 	// driveTurn is how many bytes are read before others have their turn.
 	driveTurn = 256 << 10
 )
@@ -63,13 +66,17 @@ func (d *driven) Read() bool {
 		}
 		read += bytes
 		d.takeBatch(n)
-		full := n == d.batch
-		d.batch = readBatch
-		if bytes > n*longFrame {
+		full, one := n == d.batch, d.batch == 1
+		switch {
+		case bytes > n*longFrame:
 			d.batch = bulkBatch
+		case full:
+			d.batch = readBatch
+		case n <= 1:
+			d.batch = 1
 		}
-		if !full {
-			break
+		if !full || one {
+			break // what there is beside one frame shows by itself
 		}
 	}
 	// What traces the link may have waited for us to be done with the last batch.

@@ -48,6 +48,7 @@ type Conn struct {
 	closed   bool // Close or Abort was called
 	freed    bool
 	dirty    bool          // in a Batch
+	late     bool          // in the loop\'s list of those that acknowledge late
 	queued   bool          // in the Table's turns
 	awaiting bool          // waits for room on the link
 	gone     chan struct{} // closed when the flow is dead; nil while nobody waits for that
@@ -142,7 +143,7 @@ func (c *Conn) takeAnswer(s *Segment) {
 	c.ackNow = true // unless a segment says it, which Copy may send
 }
 
-// settle answers the segments of a batch.
+// settle answers the segments of a batch. Where there is a loop it runs on it.
 func (c *Conn) settle() {
 	c.mu.Lock()
 	c.dirty = false
@@ -154,7 +155,14 @@ func (c *Conn) settle() {
 		c.mu.Lock()
 	}
 	c.push(turnBytes)
-	c.acknowledge()
+	if l := c.table.loop; l != nil && c.ackNow && !c.late && int(c.rcvNxt-c.ackSent) < ackBytes {
+		// What else the loop has seen may have this flow send something, which says it
+		// too: an end of stream that follows an answer.
+		c.late = true
+		l.late = append(l.late, c)
+	} else if !c.late {
+		c.acknowledge()
+	}
 	c.unlock()
 }
 

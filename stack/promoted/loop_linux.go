@@ -6,6 +6,7 @@ import (
 	"runtime"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"time"
 
 	"github.com/culvertnet/culvert/stack/relay"
@@ -41,6 +42,9 @@ const (
 	eagerAt   = 4
 	eagerMost = 8
 	eagerLoss = 4
+	// lateRounds is how many rounds of the loop, which is busy, an acknowledgement may
+	// wait for a segment to carry it.
+	lateRounds = 4
 	// watchedAlways is what every client is watched for; a reset and an error always
 	// show. EPOLLPRI is urgent data, at which a read(2) stops short.
 	watchedAlways = unix.EPOLLIN | unix.EPOLLRDHUP | unix.EPOLLPRI | unix.EPOLLET
@@ -66,6 +70,7 @@ type loop struct {
 	ended  atomic.Bool // the source is to be read once more, to tell
 	calm   atomic.Bool // a flow that goes to and fro has moved since the last look
 	eager  int         // see eagerAt
+	late   []*Conn     // that have something to acknowledge; see Conn.settle
 	done   chan struct{}
 
 	mu    sync.Mutex
@@ -159,19 +164,13 @@ func (l *loop) run() {
 		return n != 0 || l.table.queue.waiting() || l.ended.Load()
 	}
 	ready := func(uintptr) bool { return look() }
-	for {
-		if !look() && !l.spin(look) {
-			slept := time.Now()
-			l.parked.Store(true)
-			err := raw.Read(ready)
-			l.parked.Store(false)
-			if err != nil {
+	for rounds := 0; ; rounds++ {
+		switch {
+		case len(l.late) > 0 && rounds%lateRounds != 0 && look():
+		default:
+			l.acknowledge()
+			if !l.spin(look) && !l.sleep(raw, ready) {
 				return // closed
-			}
-			if time.Since(slept) < spinAfter {
-				l.eager = min(l.eager+1, eagerMost)
-			} else {
-				l.eager = 0
 			}
 		}
 		if n < 0 {
@@ -185,6 +184,32 @@ func (l *loop) run() {
 		}
 		l.table.queue.round()
 	}
+}
+
+// acknowledge sends the acknowledgements that have waited for something to carry them.
+func (l *loop) acknowledge() {
+	for i, c := range l.late {
+		c.mu.Lock()
+		c.late = false
+		c.acknowledge()
+		c.unlock()
+		l.late[i] = nil
+	}
+	l.late = l.late[:0]
+}
+
+// sleep waits until ready. It returns false when the loop is to end.
+func (l *loop) sleep(raw syscall.RawConn, ready func(uintptr) bool) bool {
+	l.parked.Store(true)
+	began := time.Now()
+	err := raw.Read(ready) // looks first
+	l.parked.Store(false)
+	if time.Since(began) < spinAfter {
+		l.eager = min(l.eager+1, eagerMost)
+	} else {
+		l.eager = 0
+	}
+	return err == nil
 }
 
 // spin looks for a while, if that is worth it, and reports whether there is something.

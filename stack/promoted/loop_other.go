@@ -16,7 +16,10 @@ type Source interface {
 	Read() bool
 }
 
-type loop struct{ calm atomic.Bool }
+type loop struct {
+	calm atomic.Bool
+	late []*Conn
+}
 
 // Drive has one goroutine wait for everything that t's flows and source bring: on Linux.
 func (t *Table) Drive(Source) error { return errors.ErrUnsupported }
