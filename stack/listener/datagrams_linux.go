@@ -27,6 +27,7 @@ func (s *Socket) readMessages(r *Reader) (int, error) {
 		return 0, net.ErrClosed
 	}
 	n, err := r.raw.recv(s.fd, &r.messages)
+	s.taken.Add(int32(n))
 	return n, wouldBlock("recvmmsg", err)
 }
 
@@ -39,6 +40,7 @@ func (s *Socket) sendMessages(datagrams [][2][]byte, client netip.AddrPort, loca
 	if s.closed {
 		return 0, net.ErrClosed
 	}
+	defer func() { s.answered.Add(int32(n)) }()
 	raw := senders.Get().(*rawSender)
 	defer senders.Put(raw)
 	if err := raw.address(client, local); err != nil {

@@ -19,7 +19,8 @@ import (
 // The sockets are level-triggered. The goroutine takes a bounded number of
 // clients from one of them and moves on to the next; who still waits is
 // reported again. Nothing about readiness is remembered in here, so there is
-// nothing to get out of step.
+// nothing to get out of step. A UDP socket to which datagrams stream is not watched
+// but looked at, some thousand times a second (pace_linux.go).
 //
 // A socket is
 //
@@ -46,8 +47,9 @@ import (
 type Handler interface {
 	// Accepted hands over a TCP client. The Handler owns c.
 	Accepted(s *Socket, c *Conn)
-	// Readable says that a UDP socket has datagrams. The Handler takes at least
-	// message with a Reader; it is called again while there are more.
+	// Readable says that a UDP socket has datagrams, or that it is time to look
+	// whether it has. The Handler takes what one Read gives; it is called again
+	// while there are more.
 	Readable(s *Socket)
 	// AcceptError says that a client could not be taken: it had left
 	// (ECONNABORTED), or it was reset, or made to wait, because descriptors
@@ -71,6 +73,7 @@ type Group struct {
 	// The goroutine's own.
 	reserve int // a descriptor to give up; -1 when it could not be had back
 	paused  []*Socket
+	pacer   pacer
 
 	mu      sync.Mutex
 	epfd    int             // epoll's descriptor; valid while not closed
@@ -123,6 +126,9 @@ type Socket struct {
 	addr  netip.AddrPort
 	token any
 	merge atomic.Int32 // the longest datagrams to send merged; 0 never
+	// Messages read and datagrams sent, since the Group's goroutine last asked.
+	taken, answered atomic.Int32
+	pace            pace
 
 	mu     sync.RWMutex // held for reading during system calls on fd
 	fd     int

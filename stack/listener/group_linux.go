@@ -37,6 +37,7 @@ func newGroup(h Handler) (*Group, error) {
 		clients: clients,
 		done:    make(chan struct{}),
 		reserve: openReserve(),
+		pacer:   pacer{begun: time.Now(), timer: -1},
 		epfd:    epfd,
 		sockets: make(map[int]*Socket),
 	}
@@ -113,6 +114,10 @@ func (g *Group) run() {
 			return // closed
 		}
 		for _, ev := range events[:max(n, 0)] {
+			if int(ev.Fd) == g.pacer.timer {
+				g.lookAtPaced()
+				continue
+			}
 			g.dispatch(int(ev.Fd), batch)
 		}
 		batch = min(2*batch, acceptBatch)
@@ -130,6 +135,9 @@ func (g *Group) dispatch(fd, batch int) {
 	case s == nil:
 	case s.proto == UDP:
 		g.handler.Readable(s)
+		if !s.pace.on { // or it has an error to tell
+			g.observe(s)
+		}
 	default:
 		g.acceptFrom(s, batch)
 	}
@@ -263,6 +271,9 @@ func (g *Group) close() error {
 	}
 	if g.reserve >= 0 {
 		unix.Close(g.reserve)
+	}
+	if g.pacer.timer >= 0 {
+		unix.Close(g.pacer.timer)
 	}
 	return err
 }

@@ -20,6 +20,11 @@ func (g *Group) close() error { return errors.ErrUnsupported }
 
 func (s *Socket) close() error { return errors.ErrUnsupported }
 
+type (
+	pace  struct{}
+	pacer struct{}
+)
+
 type rawReader struct{}
 
 func newRawReader() *rawReader { return nil }
