@@ -20,6 +20,13 @@ func TestConformance(t *testing.T) {
 	t.Run("QueuePairs", func(t *testing.T) {
 		datapathtest.Conformance(t, opener(Options{QueuePairs: 3, Depth: 16}))
 	})
+	// What tests put between is an attachment as well as long as it does no harm.
+	t.Run("Faultless", func(t *testing.T) {
+		datapathtest.Conformance(t, func(*testing.T) (datapath.Attachment, datapathtest.Peer) {
+			ours, guest := Pair(Options{QueuePairs: 3, Depth: 16})
+			return datapathtest.NewFaulty(ours, 1, datapathtest.Faults{}, datapathtest.Faults{}), newPeer(guest)
+		})
+	})
 }
 
 func opener(o Options) func(*testing.T) (datapath.Attachment, datapathtest.Peer) {
