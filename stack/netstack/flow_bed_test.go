@@ -41,6 +41,7 @@ type way struct {
 
 var ways = []way{
 	{"gvisor", func(*Options) {}},
+	{"promoted", func(o *Options) { o.Promoted = true }},
 }
 
 // flowPatience is for what an idle machine without losses does at once, and with

@@ -179,6 +179,12 @@ func (c *Conn) turn() {
 func (c *Conn) Room() {
 	c.mu.Lock()
 	c.awaiting = false
+	switch {
+	case c.state == synSent && !c.freed:
+		c.sendSYN()
+	case c.missing && c.state == open && !c.freed:
+		c.again(c.mss)
+	}
 	c.push(turnBytes)
 	c.acknowledge()
 	c.unlock()
@@ -216,6 +222,7 @@ func (c *Conn) free() {
 	c.freed = true
 	c.stopTimers()
 	c.dropHeld()
+	c.early = early{}
 	c.table.remove(c)
 	c.table.opts.Freed(c.remote.Addr())
 }

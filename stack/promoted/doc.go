@@ -16,9 +16,8 @@
 //
 // Towards the client bytes go from the guest's frame straight into the socket.
 // What it does not take waits (pending), and the window that the guest is shown is
-// less by as much: a flow keeps no more than it has promised to take. A segment
-// that comes before its turn is dropped and asked for again: this link does not
-// reorder, and a guest that does pays for it alone. See receive.go.
+// less by as much: a flow keeps no more than it has promised to take. Segments
+// that come before their turn wait too, within that window (early). See receive.go.
 //
 // One link, one round trip of microseconds: there is no selective acknowledgement,
 // and the congestion window (RFC 5681, slow start and halving) is there for what

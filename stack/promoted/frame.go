@@ -1,6 +1,7 @@
 package promoted
 
 import (
+	"bytes"
 	"encoding/binary"
 	"net/netip"
 
@@ -153,7 +154,7 @@ func (c *Conn) sendSYN() {
 	c.transmit(sc, c.una, flagSYN, nil)
 }
 
-// sendReset resets the guest's end.
+// sendReset resets the guest's end, once the link has room for it.
 func (c *Conn) sendReset(seq uint32) {
 	sc := scratches.Get().(*scratch)
 	defer scratches.Put(sc)
@@ -161,8 +162,23 @@ func (c *Conn) sendReset(seq uint32) {
 	if c.state == open {
 		flags |= flagACK
 	}
-	c.transmit(sc, seq, flags, nil)
+	if !c.transmit(sc, seq, flags, nil) {
+		w := &lastWord{table: c.table, flow: uint32(c.key), head: bytes.Clone(sc.frame.segs[0])}
+		w.frames[0] = datapath.Frame{Hdr: sc.frame.frames[0].Hdr, Segs: [][]byte{w.head}, N: len(w.head)}
+		w.Room()
+	}
 }
+
+// A lastWord is a frame of a flow that is no more, which waits for room.
+type lastWord struct {
+	table  *Table
+	flow   uint32
+	head   []byte
+	frames [1]datapath.Frame
+}
+
+// Room implements Waiter.
+func (w *lastWord) Room() { w.table.opts.Link.Send(w.flow, w.frames[:], w) }
 
 // sum adds up b, of an even length, as 16-bit words (RFC 1071), not folded.
 func sum(b []byte) (s uint32) {

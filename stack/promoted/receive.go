@@ -2,6 +2,7 @@ package promoted
 
 import (
 	"io"
+	"slices"
 	"sync"
 	"syscall"
 
@@ -30,6 +31,7 @@ type receiver struct {
 	finTaken  bool
 	in        Segment // what is being given to the client
 	pending   pending
+	early     early
 	full      bool // the client's socket has no room
 	watched   bool // and is watched for it
 	ackDue    bool // something was not acknowledged
@@ -51,11 +53,7 @@ func (c *Conn) startReceiving(s *Segment) {
 
 // takeOpen takes a segment of a flow that is open (RFC 9293, 3.10.7.4).
 func (c *Conn) takeOpen(s *Segment) {
-	size := s.size()
-	span := uint32(size)
-	if s.has(flagFIN) {
-		span++
-	}
+	span := s.span()
 	switch {
 	case c.stamps && s.stamped && !s.has(flagRST) && before(s.stamp, c.recent) && c.heard-c.stampedAt < stampLife:
 		c.ackNow = true // RFC 7323, 5.3
@@ -96,10 +94,17 @@ func (c *Conn) takeOpen(s *Segment) {
 	}
 	if before(c.rcvNxt, s.seq) {
 		c.table.outOfOrder.Add(1)
+		c.early.add(s, int(c.edge-s.seq), c.table.opts.Window())
 		c.ackNow = true // and so the third time a request for what is missing (RFC 5681)
 		return
 	}
 	c.takePayload(s)
+	for len(c.early.segments) > 0 && !before(c.rcvNxt, c.early.segments[0].seq) && !c.freed && !c.finTaken {
+		c.ackNow = true
+		if next := c.early.take(); before(c.rcvNxt, next.seq+next.span()) {
+			c.takePayload(&next)
+		}
+	}
 }
 
 // takePayload takes what is new of a segment which is due.
@@ -301,6 +306,40 @@ func (c *Conn) showWindow() uint16 {
 	}
 	shown := min(int(c.edge-c.rcvNxt)>>c.shift, 0xffff)
 	return uint16(shown)
+}
+
+// An early is segments that came before their turn, in order.
+type early struct {
+	segments []Segment
+	size     int
+}
+
+// maxEarly bounds how many segments there are, each of which costs beside its bytes.
+const maxEarly = 64
+
+// add keeps a copy of s, whose first room bytes were promised to be taken, unless there
+// is too much already: most bytes in all.
+func (e *early) add(s *Segment, room, most int) {
+	in := *s
+	if room < in.size() {
+		in.keep(room)
+		in.flags &^= flagFIN
+	}
+	if len(e.segments) == maxEarly || e.size+in.size() > most {
+		return // the guest sends it again
+	}
+	i, _ := slices.BinarySearchFunc(e.segments, in.seq, func(s Segment, seq uint32) int { return int(int32(s.seq - seq)) })
+	in.first, in.rest = append(append(make([]byte, 0, in.size()), in.first...), in.rest...), nil
+	e.segments = slices.Insert(e.segments, i, in)
+	e.size += in.size()
+}
+
+// take returns the first.
+func (e *early) take() Segment {
+	s := e.segments[0]
+	e.segments = slices.Delete(e.segments, 0, 1)
+	e.size -= s.size()
+	return s
 }
 
 // A pending is bytes that the client has not taken, in chunks.

@@ -104,6 +104,15 @@ func (s *Segment) has(flags uint8) bool { return s.flags&flags != 0 }
 // size is how many bytes of payload there are.
 func (s *Segment) size() int { return len(s.first) + len(s.rest) }
 
+// span is how many sequence numbers the segment takes, a first one's aside.
+func (s *Segment) span() uint32 {
+	n := uint32(s.size())
+	if s.has(flagFIN) {
+		n++
+	}
+	return n
+}
+
 // cut drops the first n bytes of the payload.
 func (s *Segment) cut(n int) {
 	k := min(n, len(s.first))

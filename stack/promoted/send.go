@@ -72,6 +72,7 @@ type sender struct {
 	dups                  int
 	recovering            bool
 	recovery              uint32 // what ends recovering
+	missing               bool   // the link had no room for what was to be sent again
 
 	readable  bool // the client's socket may hold something that was not looked at
 	finished  bool // the client's socket has told of an end, or worse
@@ -235,6 +236,7 @@ func (c *Conn) again(n int) {
 	nxt := c.nxt
 	c.nxt = c.una
 	c.withClient(func() { c.sendOnce(n) })
+	c.missing = c.awaiting
 	if before(c.nxt, nxt) {
 		c.nxt = nxt
 	}
@@ -254,6 +256,10 @@ func (c *Conn) withClient(f func()) {
 
 // timedOut sends all again, from una on and slowly, or asks a guest that has no room.
 func (c *Conn) timedOut() {
+	if c.awaiting { // our own link's doing, and no sign of loss
+		c.resend.set(c, c.rto)
+		return
+	}
 	if c.una != c.max {
 		c.table.timeouts.Add(1)
 		c.unanswered++
@@ -374,10 +380,11 @@ func (c *Conn) sendOnce(room int) int {
 	if !c.found(n, err) {
 		return 0
 	}
-	if n < room {
+	sent := c.sendFrame(sc, sc.payload[:n])
+	if sent > 0 && n < room {
 		c.readable = false // that was all (epoll(7)); more is an event
 	}
-	return c.sendFrame(sc, sc.payload[:n])
+	return sent
 }
 
 // sendRequest reads what is there, keeps it and sends it.
