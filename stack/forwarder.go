@@ -261,7 +261,25 @@ func (f *Forwarder) Changed() <-chan struct{} {
 func (f *Forwarder) Rows() []Row {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	rows := slices.SortedFunc(f.rows(), bySeq)
+	return f.views(slices.SortedFunc(f.rows(), bySeq))
+}
+
+// RowsOf returns the rows of owners, one owner's after another's and each's in the
+// order of asking. It costs what they have, however long the ledger is.
+func (f *Forwarder) RowsOf(owners ...listener.Owner) []Row {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	rows := make([]*row, 0, len(owners))
+	for _, o := range owners {
+		before := len(rows)
+		rows = append(rows, f.owners[o]...)
+		slices.SortFunc(rows[before:], bySeq)
+	}
+	return f.views(rows)
+}
+
+// views describes rows. mu is held.
+func (f *Forwarder) views(rows []*row) []Row {
 	views := make([]Row, len(rows))
 	for i, r := range rows {
 		views[i] = r.view(f.outcome(r), f.opts.Policy, f.nodes[r.spec.Target.VM])

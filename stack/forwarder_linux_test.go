@@ -10,6 +10,7 @@ import (
 	"math/rand/v2"
 	"net"
 	"net/netip"
+	"slices"
 	"strings"
 	"sync"
 	"syscall"
@@ -207,6 +208,20 @@ func TestC2LevelTriggered(t *testing.T) {
 	assert.Empty(t, f.Rows())
 	assert.Empty(t, f.Owners())
 	requireReset(t, clientA)
+}
+
+// The rows of some owners are the ledger's, without the others'.
+func TestRowsOf(t *testing.T) {
+	f, _ := mustAttached(t, Options{})
+	publish(t, f, "x", "127.0.0.1:0:81", "127.0.0.1:0:80", "127.0.0.1:0:82/udp")
+	publish(t, f, "y", "127.0.0.1:0:83")
+	publish(t, f, "z", "127.0.0.1:0:84")
+	ledger := f.Rows()
+	require.Len(t, ledger, 5)
+	assert.Equal(t, ledger[:3], f.RowsOf(owner("x")))
+	assert.Equal(t, slices.Concat(ledger[4:], ledger[:3]), f.RowsOf(owner("z"), owner("never heard of"), owner("x")))
+	assert.Equal(t, []Row{ledger[3], ledger[3]}, f.RowsOf(owner("y"), owner("y")))
+	assert.Empty(t, f.RowsOf())
 }
 
 // The second owner of a port fails with the first one's name and takes over with

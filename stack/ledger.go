@@ -48,19 +48,19 @@ func (f *Forwarder) rows() func(yield func(*row) bool) {
 // openRows opens new rows, and those that other rows' leaving promoted, in the
 // order of asking. mu is held.
 func (f *Forwarder) openRows(fresh []*row, promoted []listener.Claim) {
-	fresh = append(fresh, f.rowsOf(promoted)...)
+	fresh = append(fresh, f.claimed(promoted)...)
 	slices.SortFunc(fresh, bySeq)
 	fresh = slices.Compact(fresh)
 	for len(fresh) > 0 {
 		r := fresh[0]
 		fresh = fresh[1:]
-		fresh = append(fresh, f.rowsOf(f.try(r))...)
+		fresh = append(fresh, f.claimed(f.try(r))...)
 	}
 	f.schedule()
 }
 
-// rowsOf returns the rows that have these claims. mu is held.
-func (f *Forwarder) rowsOf(claims []listener.Claim) (rows []*row) {
+// claimed returns the rows that have these claims. mu is held.
+func (f *Forwarder) claimed(claims []listener.Claim) (rows []*row) {
 	for _, c := range claims {
 		if r, ok := f.owners[c.Owner].Find(&c.Spec); ok {
 			rows = append(rows, r)

@@ -262,25 +262,14 @@ func (d *Daemon) Unpublish(ctx context.Context, r api.PublishRequest) ([]api.Lis
 }
 
 // rowsOf returns the rows of publishes' owners, in their order. Each has one row
-// and no name, and the rest of the ledger is not put into words.
+// and no name, and the rest of the ledger is not looked at.
 func (d *Daemon) rowsOf(owners []listener.Owner) []api.Listener {
-	asked := make(map[listener.Owner]*stack.Row, len(owners))
-	for _, o := range owners {
-		asked[o] = nil
+	rows := d.forwarder.RowsOf(owners...)
+	list := make([]api.Listener, len(rows))
+	for i, r := range rows {
+		list[i] = d.listener(r)
 	}
-	ledger := d.forwarder.Rows()
-	for i := range ledger {
-		if _, is := asked[ledger[i].Owner]; is {
-			asked[ledger[i].Owner] = &ledger[i]
-		}
-	}
-	rows := make([]api.Listener, 0, len(owners))
-	for _, o := range owners {
-		if r := asked[o]; r != nil {
-			rows = append(rows, d.listener(*r))
-		}
-	}
-	return rows
+	return list
 }
 
 // parsePublishes reads a request's publishes.
