@@ -141,6 +141,26 @@ func TestLists(t *testing.T) {
 	assert.Equal(t, "vm1", vms[0].Name)
 }
 
+// A list is one document of JSON, however many times its buffer is filled.
+func TestListsOfEveryLength(t *testing.T) {
+	for _, n := range []int{0, 1, 2, 1000} {
+		rows := make([]Listener, n)
+		for i := range rows {
+			rows[i].Owner.ID = strings.Repeat("x", i)
+		}
+		c := serve(t, &fake{rows: rows})
+		resp, err := c.do(t.Context(), http.MethodGet, "/v1/listeners", nil)
+		require.NoError(t, err)
+		defer resp.Body.Close()
+		body, err := io.ReadAll(resp.Body)
+		require.NoError(t, err)
+		assert.Greater(t, len(body), n*n/2)
+		var got []Listener
+		require.NoError(t, json.Unmarshal(body, &got), "%.100s", body)
+		assert.Equal(t, rows, got)
+	}
+}
+
 func TestPublishes(t *testing.T) {
 	f := &fake{rows: []Listener{{VM: "vm1", Since: Time{time.Unix(1, 5).UTC()}}}}
 	c := serve(t, f)
