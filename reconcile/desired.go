@@ -39,18 +39,11 @@ func desired(snaps []Snapshot) (wants []Want, clashes []clash) {
 
 // diff says what takes the Publisher from what it was told to wants: the owners
 // to withdraw, sorted, and the wants to publish, in their order: those that
-// changed and those in ask.
+// changed and those in ask, in the memory of wants.
 func diff(told map[listener.Owner]told, wants []Want, ask []listener.Owner) (gone []listener.Owner, publish []Want) {
-	asked := make(map[listener.Owner]bool, len(ask))
-	for _, o := range ask {
-		asked[o] = true
-	}
 	wanted := make(map[listener.Owner]bool, len(wants))
 	for _, w := range wants {
 		wanted[w.Owner] = true
-		if asked[w.Owner] || !slices.Equal(told[w.Owner].specs, w.Specs) {
-			publish = append(publish, w)
-		}
 	}
 	for o := range told {
 		if !wanted[o] {
@@ -60,5 +53,17 @@ func diff(told map[listener.Owner]told, wants []Want, ask []listener.Owner) (gon
 	slices.SortFunc(gone, func(a, b listener.Owner) int {
 		return cmp.Or(cmp.Compare(a.Kind, b.Kind), cmp.Compare(a.ID, b.ID))
 	})
-	return gone, publish
+	return gone, changed(told, wants, ask)
+}
+
+// changed returns those of wants that the Publisher was not told, and those of
+// owners in ask, in the memory of wants.
+func changed(told map[listener.Owner]told, wants []Want, ask []listener.Owner) []Want {
+	asked := make(map[listener.Owner]bool, len(ask))
+	for _, o := range ask {
+		asked[o] = true
+	}
+	return slices.DeleteFunc(wants, func(w Want) bool {
+		return !asked[w.Owner] && slices.Equal(told[w.Owner].specs, w.Specs)
+	})
 }

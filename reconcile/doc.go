@@ -23,6 +23,9 @@
 // every 30 s, and when a VM came or went, everything is stated again and owners
 // without a want are pruned.
 //
+// Only Static, whose Apply returns when it is done, says what changes of what it
+// wants, and one publish beside ten thousand costs what one costs (amend.go).
+//
 // The state of a row (pending, forwarded …) is the Publisher's. It knows which
 // VMs are attached, retries failed binds and promotes owners by itself; the loop
 // only logs a state that differs from the last it was told. Likewise a source

@@ -249,12 +249,16 @@ func (l *Loop) current(s Snapshot) bool {
 // keep puts s in the place of its source's former snapshot.
 func (l *Loop) keep(s Snapshot) {
 	l.stats.source(s.VM, s.Source, func(c *SourceStats) { c.Snapshots, c.Last = c.Snapshots+1, time.Now() })
-	i := slices.IndexFunc(l.snaps, func(o Snapshot) bool { return o.VM == s.VM && o.Source == s.Source })
-	if i < 0 {
+	if i := l.last(s); i < 0 {
 		l.snaps = append(l.snaps, s)
 	} else {
 		l.snaps[i] = s
 	}
+}
+
+// last returns where the former snapshot of s's source is, -1 if there is none.
+func (l *Loop) last(s Snapshot) int {
+	return slices.IndexFunc(l.snaps, func(o Snapshot) bool { return o.VM == s.VM && o.Source == s.Source })
 }
 
 // Apply takes a snapshot as from a source and returns when the Publisher has
@@ -276,6 +280,9 @@ func (l *Loop) Apply(ctx context.Context, s Snapshot, ask ...listener.Owner) (ma
 		return nil, fmt.Errorf("apply snapshot of %s: %w", s.Source, os.ErrClosed)
 	case s.VM != "" && !l.current(s):
 		return nil, fmt.Errorf("apply snapshot of %s: %w", s.Source, ErrStale)
+	}
+	if s.changes {
+		return l.amend(s, ask), nil
 	}
 	l.keep(s)
 	return l.converge(ask), nil
@@ -359,8 +366,6 @@ func (l *Loop) resync() {
 // what comes, so that a port can pass from one owner to the next. It returns the
 // outcomes of those it published.
 func (l *Loop) converge(ask []listener.Owner) map[listener.Owner][]listener.Outcome {
-	// A request that is cut off must not leave the Publisher half told.
-	ctx := context.Background()
 	began := time.Now()
 	wants, clashes := desired(l.counting())
 	l.logClashes(clashes)
@@ -368,6 +373,14 @@ func (l *Loop) converge(ask []listener.Owner) map[listener.Owner][]listener.Outc
 	l.names.set(wants)
 	wants = slices.DeleteFunc(wants, func(w Want) bool { return len(w.Specs) == 0 })
 	gone, publish := diff(l.told, wants, ask)
+	return l.tell(began, gone, publish)
+}
+
+// tell tells the Publisher a difference that has been looked for since began, and
+// returns the outcomes of what it published.
+func (l *Loop) tell(began time.Time, gone []listener.Owner, publish []Want) map[listener.Owner][]listener.Outcome {
+	// A request that is cut off must not leave the Publisher half told.
+	ctx := context.Background()
 	for _, o := range gone {
 		l.pub.Withdraw(ctx, o)
 		delete(l.told, o)

@@ -8,6 +8,7 @@ import (
 	"net/netip"
 	"slices"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -40,9 +41,12 @@ var (
 // use.
 //
 // A table is never changed: set makes a new one and puts it in the place of the
-// old, so that a reader sees one moment and waits for nobody.
+// old, so that a reader sees one moment and waits for nobody. Only of its ids, which
+// no guest's question needs, single ones come and go.
 type Names struct {
 	table atomic.Pointer[nameTable]
+
+	mu sync.RWMutex // guards the table's ids
 }
 
 // A nameTable is the names in force at one moment.
@@ -108,6 +112,34 @@ func (n *Names) set(wants []Want) {
 	n.table.Store(t)
 }
 
+// amend adds the owners of wants that have no names, those that are there already
+// among them, and takes out those that are gone and had none.
+func (n *Names) amend(wants []Want, gone []listener.Owner) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	ids := n.table.Load().ids
+	for _, w := range wants {
+		if o := w.Owner; !slices.Contains(ids[o.ID], o) {
+			ids[o.ID] = append(ids[o.ID], o)
+		}
+	}
+	for _, o := range gone {
+		left := slices.DeleteFunc(ids[o.ID], func(other listener.Owner) bool { return other == o })
+		if len(left) == 0 {
+			delete(ids, o.ID)
+		} else {
+			ids[o.ID] = left
+		}
+	}
+}
+
+// knows says whether o asks for anything.
+func (n *Names) knows(o listener.Owner) bool {
+	n.mu.RLock()
+	defer n.mu.RUnlock()
+	return slices.Contains(n.table.Load().ids[o.ID], o)
+}
+
 func compareOwners(a, b listener.Owner) int {
 	return cmp.Or(cmp.Compare(a.Kind, b.Kind), cmp.Compare(a.VM, b.VM), cmp.Compare(a.ID, b.ID))
 }
@@ -161,6 +193,8 @@ func (n *Names) Views() []NameView {
 // container's does. Where VMs have a container of one id, it is all of them. The
 // error is ErrNoOwner, or ErrAmbiguous with the candidates named.
 func (n *Names) Resolve(text string) ([]listener.Owner, error) {
+	n.mu.RLock()
+	defer n.mu.RUnlock()
 	t := n.table.Load()
 	if owners := t.ids[text]; owners != nil {
 		return slices.Clone(owners), nil

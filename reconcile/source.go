@@ -36,6 +36,11 @@ type Snapshot struct {
 	// Wants is in the order of asking: of two owners that want one host port,
 	// the first gets it, unless the second has it already (C-3, C-45).
 	Wants []Want
+
+	// changes says that Wants is not all but what changes; at is where in the Wants
+	// of what the loop keeps of such snapshots each owner's is. See amend.go.
+	changes bool
+	at      map[listener.Owner]int
 }
 
 // A Want is the whole of what one owner asks for (C-2). With nothing in it the

@@ -32,10 +32,9 @@ var errNoVM = errors.New("publish names no VM")
 type Static struct {
 	loop *Loop
 
-	// mu is held while a change is applied: the loop must hear of snapshots in
-	// the order they were made.
+	// mu is held while a change is applied: the loop must hear of changes in the
+	// order they were made.
 	mu    sync.Mutex
-	wants []*publish // in the order of asking
 	byKey map[publishKey]*publish
 	owned map[listener.Owner]*publish
 }
@@ -62,7 +61,7 @@ func (s *Static) SetConfig(ctx context.Context, specs ...listener.Spec) ([]Publi
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	c := s.change()
-	for _, p := range s.wants {
+	for _, p := range s.byKey {
 		if p.kind == listener.KindConfig && !wanted[p.publishKey] {
 			c.drop(p)
 		}
@@ -132,18 +131,12 @@ func (s *Static) Owner(kind string, spec listener.Spec) (listener.Owner, bool) {
 	return listener.Owner{}, false
 }
 
-// apply makes what c leaves what is wanted, unless the loop takes it no more.
-// mu is held.
+// apply makes what c says so, unless the loop takes it no more. mu is held.
 func (s *Static) apply(ctx context.Context, c *change, ask ...listener.Owner) (map[listener.Owner][]listener.Outcome, error) {
-	wants := c.wants()
-	snap := Snapshot{Source: staticName, Wants: make([]Want, len(wants))}
-	for i, p := range wants {
-		snap.Wants[i] = Want{Owner: p.owner(), Specs: p.specs}
-	}
-	outcomes, err := s.loop.Apply(ctx, snap, ask...)
+	outcomes, err := s.loop.Apply(ctx, Snapshot{Source: staticName, Wants: c.wants(), changes: true}, ask...)
 	if err != nil {
 		return nil, err
 	}
-	c.commit(wants)
+	c.commit()
 	return outcomes, nil
 }

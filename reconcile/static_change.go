@@ -88,24 +88,26 @@ func (c *change) newID(key publishKey) string {
 	return key.text
 }
 
-// wants returns what is wanted after the change, in the order of asking.
-func (c *change) wants() []*publish {
-	wants := make([]*publish, 0, len(c.of.wants)+len(c.fresh))
-	for _, p := range c.of.wants {
-		if other, changed := c.instead[p]; changed {
-			p = other
+// wants returns what changes: who leaves, or asks for something else, before who
+// comes, as the owner of one that leaves may be another's now.
+func (c *change) wants() []Want {
+	wants := make([]Want, 0, len(c.instead)+len(c.fresh))
+	for p, other := range c.instead {
+		w := Want{Owner: p.owner()}
+		if other != nil {
+			w.Specs = other.specs
 		}
-		if p != nil {
-			wants = append(wants, p)
-		}
+		wants = append(wants, w)
 	}
-	return append(wants, c.fresh...)
+	for _, p := range c.fresh {
+		wants = append(wants, Want{Owner: p.owner(), Specs: p.specs})
+	}
+	return wants
 }
 
-// commit makes the change the Static's; wants is what wants returned.
-func (c *change) commit(wants []*publish) {
+// commit makes the change the Static's.
+func (c *change) commit() {
 	s := c.of
-	s.wants = wants
 	for p, other := range c.instead {
 		if other == nil { // first: its id may be another's now
 			delete(s.byKey, p.publishKey)

@@ -158,7 +158,7 @@ func TestStaticErrorChangesNothing(t *testing.T) {
 	})
 }
 
-// Two changes at a time must not undo each other: the loop gets whole snapshots.
+// Two changes at a time must not undo each other.
 func TestStaticConcurrentChangesAllCount(t *testing.T) {
 	inStatic(t, func(t *testing.T, s *Static, p *publisher) {
 		var clients sync.WaitGroup
@@ -271,8 +271,9 @@ func TestStaticIsAList(t *testing.T) {
 			}
 		}
 		if len(loop.snaps) > 0 {
-			require.Len(t, loop.snaps[0].Wants, len(list))
-			for i, w := range loop.snaps[0].Wants {
+			wants := slices.DeleteFunc(slices.Clone(loop.snaps[0].Wants), func(w Want) bool { return w.Owner == listener.Owner{} })
+			require.Len(t, wants, len(list))
+			for i, w := range wants {
 				require.Equal(t, Want{Owner: listener.Owner{Kind: list[i].kind, ID: list[i].id}, Specs: []listener.Spec{list[i].spec}}, w)
 			}
 		}
