@@ -16,7 +16,7 @@ import (
 // comes in the place of its owner's, or after all others, and one that asks for
 // nothing takes its owner out. They have neither notes nor names. It does what
 // converge would do.
-func (l *Loop) amend(s Snapshot, ask []listener.Owner) map[listener.Owner][]listener.Outcome {
+func (l *Loop) amend(s Snapshot) {
 	began := time.Now()
 	l.stats.source(s.VM, s.Source, func(c *SourceStats) { c.Snapshots, c.Last = c.Snapshots+1, time.Now() })
 	i := l.last(s)
@@ -29,25 +29,19 @@ func (l *Loop) amend(s Snapshot, ask []listener.Owner) map[listener.Owner][]list
 	// An owner that another source wants as well is a clash, and those are looked at
 	// all together.
 	alone := len(l.clashed) == 0 && !l.held[sourceKey{s.VM, s.Source}]
-	meant := make([]listener.Owner, 0, len(s.Wants)+len(ask))
 	for _, w := range s.Wants {
 		_, own := kept.at[w.Owner]
 		alone = alone && (own || !l.names.knows(w.Owner))
 		kept.put(w)
-		meant = append(meant, w.Owner)
-	}
-	for _, o := range ask {
-		_, own := kept.at[o]
-		alone = alone && own
-		meant = append(meant, o)
 	}
 	if !alone {
-		return l.converge(ask)
+		l.converge(nil)
+		return
 	}
-	wants, gone := kept.of(meant)
+	wants, gone := kept.of(s.Wants)
 	l.names.amend(wants, gone)
 	gone = slices.DeleteFunc(gone, func(o listener.Owner) bool { _, is := l.told[o]; return !is })
-	return l.tell(began, gone, changed(l.told, wants, ask))
+	l.tell(began, gone, changed(l.told, wants, nil))
 }
 
 // put puts w among the wants. One that asks for nothing leaves an empty Want in its
@@ -92,15 +86,15 @@ func (s *Snapshot) grow(n int) {
 	s.Wants, s.at = wants, at
 }
 
-// of returns the wants of owners, in the order of asking, and those without one,
-// sorted.
-func (s *Snapshot) of(owners []listener.Owner) (wants []Want, gone []listener.Owner) {
-	places := make([]int, 0, len(owners))
-	for _, o := range owners {
-		if i, is := s.at[o]; is {
+// of returns the wants of the owners of changes, in the order of asking, and those
+// owners that have none, sorted.
+func (s *Snapshot) of(changes []Want) (wants []Want, gone []listener.Owner) {
+	places := make([]int, 0, len(changes))
+	for _, w := range changes {
+		if i, is := s.at[w.Owner]; is {
 			places = append(places, i)
 		} else {
-			gone = append(gone, o)
+			gone = append(gone, w.Owner)
 		}
 	}
 	slices.Sort(places)

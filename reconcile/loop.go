@@ -262,30 +262,31 @@ func (l *Loop) last(s Snapshot) int {
 }
 
 // Apply takes a snapshot as from a source and returns when the Publisher has
-// done what follows from it: ports that are no longer wanted are free (C-4),
-// and the outcomes are those of the owners that changed and of those in ask,
-// changed or not. A source that only applies need not be added, unless it is
-// one of a VM.
+// done what follows from it: what is wanted has its rows, and ports that are no
+// longer wanted are free (C-4). A source that only applies need not be added,
+// unless it is one of a VM.
 //
 // Once begun it is not left half done: ctx counts before the first step only.
 // The error is ctx's, ErrStale, or os.ErrClosed after the loop has ended; then
 // nothing was changed.
-func (l *Loop) Apply(ctx context.Context, s Snapshot, ask ...listener.Owner) (map[listener.Owner][]listener.Outcome, error) {
+func (l *Loop) Apply(ctx context.Context, s Snapshot) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	switch {
 	case ctx.Err() != nil:
-		return nil, fmt.Errorf("apply snapshot of %s: %w", s.Source, ctx.Err())
+		return fmt.Errorf("apply snapshot of %s: %w", s.Source, ctx.Err())
 	case l.ended:
-		return nil, fmt.Errorf("apply snapshot of %s: %w", s.Source, os.ErrClosed)
+		return fmt.Errorf("apply snapshot of %s: %w", s.Source, os.ErrClosed)
 	case s.VM != "" && !l.current(s):
-		return nil, fmt.Errorf("apply snapshot of %s: %w", s.Source, ErrStale)
+		return fmt.Errorf("apply snapshot of %s: %w", s.Source, ErrStale)
 	}
 	if s.changes {
-		return l.amend(s, ask), nil
+		l.amend(s)
+		return nil
 	}
 	l.keep(s)
-	return l.converge(ask), nil
+	l.converge(nil)
+	return nil
 }
 
 // DropVM ends the sources of a VM that is gone and withdraws all they wanted
@@ -363,9 +364,8 @@ func (l *Loop) resync() {
 
 // converge tells the Publisher the difference between what it was told and what
 // is wanted now, and again what the owners in ask want. What leaves goes before
-// what comes, so that a port can pass from one owner to the next. It returns the
-// outcomes of those it published.
-func (l *Loop) converge(ask []listener.Owner) map[listener.Owner][]listener.Outcome {
+// what comes, so that a port can pass from one owner to the next.
+func (l *Loop) converge(ask []listener.Owner) {
 	began := time.Now()
 	wants, clashes := desired(l.counting())
 	l.logClashes(clashes)
@@ -373,12 +373,11 @@ func (l *Loop) converge(ask []listener.Owner) map[listener.Owner][]listener.Outc
 	l.names.set(wants)
 	wants = slices.DeleteFunc(wants, func(w Want) bool { return len(w.Specs) == 0 })
 	gone, publish := diff(l.told, wants, ask)
-	return l.tell(began, gone, publish)
+	l.tell(began, gone, publish)
 }
 
-// tell tells the Publisher a difference that has been looked for since began, and
-// returns the outcomes of what it published.
-func (l *Loop) tell(began time.Time, gone []listener.Owner, publish []Want) map[listener.Owner][]listener.Outcome {
+// tell tells the Publisher a difference that has been looked for since began.
+func (l *Loop) tell(began time.Time, gone []listener.Owner, publish []Want) {
 	// A request that is cut off must not leave the Publisher half told.
 	ctx := context.Background()
 	for _, o := range gone {
@@ -386,14 +385,11 @@ func (l *Loop) tell(began time.Time, gone []listener.Owner, publish []Want) map[
 		delete(l.told, o)
 		l.log.Info("withdrawn", "owner", o.String(), "vm", o.VM)
 	}
-	outcomes := make(map[listener.Owner][]listener.Outcome, len(publish))
 	for _, w := range publish {
 		outs := l.pub.Publish(ctx, w.Owner, w.Specs)
 		l.told[w.Owner] = told{w.Specs, l.logOutcomes(w.Owner, l.told[w.Owner], outs)}
-		outcomes[w.Owner] = outs
 	}
 	l.stats.applied(began, len(publish), len(gone))
-	return outcomes
 }
 
 // counting returns the snapshots of sources that are not held.

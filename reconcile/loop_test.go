@@ -110,7 +110,7 @@ func TestFB070RandomWalkEndsAtTheDesiredState(t *testing.T) {
 
 func TestFB073ResyncIsQuiet(t *testing.T) {
 	inLoop(t, func(t *testing.T, l *Loop, p *publisher, log *logBuffer) {
-		_, err := l.Apply(t.Context(), Snapshot{Source: "s", Wants: []Want{want(t, "svc", "80:80", "30080:80")}})
+		err := l.Apply(t.Context(), Snapshot{Source: "s", Wants: []Want{want(t, "svc", "80:80", "30080:80")}})
 		require.NoError(t, err)
 		require.Equal(t, 2, log.lines("state=forwarded"))
 		before := log.lines()
@@ -127,7 +127,7 @@ func TestFB073ResyncIsQuiet(t *testing.T) {
 func TestLoopLogsEachChangeOfStateOnce(t *testing.T) {
 	inLoop(t, func(t *testing.T, l *Loop, p *publisher, log *logBuffer) {
 		p.state[dockerOwner("a")] = listener.Failed
-		_, err := l.Apply(t.Context(), Snapshot{Source: "s", Wants: []Want{want(t, "a", "80:80")}})
+		err := l.Apply(t.Context(), Snapshot{Source: "s", Wants: []Want{want(t, "a", "80:80")}})
 		require.NoError(t, err)
 		time.Sleep(5 * resyncEvery)
 		assert.Equal(t, 1, log.lines("level=DEBUG", "state=failed", "detail=because", `owner="docker a"`, "spec=80:80/tcp"))
@@ -143,7 +143,7 @@ func TestLoopLogsEachChangeOfStateOnce(t *testing.T) {
 func TestLoopPrunesOwnersNobodyWants(t *testing.T) {
 	inLoop(t, func(t *testing.T, l *Loop, p *publisher, _ *logBuffer) {
 		p.Publish(t.Context(), dockerOwner("left over"), want(t, "", "80:80").Specs)
-		_, err := l.Apply(t.Context(), Snapshot{Source: "s", Wants: []Want{want(t, "a", "81:80")}})
+		err := l.Apply(t.Context(), Snapshot{Source: "s", Wants: []Want{want(t, "a", "81:80")}})
 		require.NoError(t, err)
 		time.Sleep(resyncEvery + time.Second)
 		synctest.Wait()
@@ -154,7 +154,7 @@ func TestLoopPrunesOwnersNobodyWants(t *testing.T) {
 func TestLoopSaysAClashOnceAndLetsTheOtherFollow(t *testing.T) {
 	inLoop(t, func(t *testing.T, l *Loop, p *publisher, log *logBuffer) {
 		apply := func(source string, wants ...Want) {
-			_, err := l.Apply(t.Context(), Snapshot{Source: source, Wants: wants})
+			err := l.Apply(t.Context(), Snapshot{Source: source, Wants: wants})
 			require.NoError(t, err)
 		}
 		apply("one", want(t, "a", "80:80"))
@@ -205,7 +205,7 @@ func TestLoopIgnoresSnapshotsOfAnotherLife(t *testing.T) {
 			return Snapshot{Source: "containers", VM: "default", Generation: generation, Wants: wants}
 		}
 		other := Snapshot{Source: "config", Wants: []Want{want(t, "config", "90:80")}}
-		_, err := l.Apply(t.Context(), other)
+		err := l.Apply(t.Context(), other)
 		require.NoError(t, err)
 
 		l.AddSource("default", 1, late)
@@ -220,7 +220,7 @@ func TestLoopIgnoresSnapshotsOfAnotherLife(t *testing.T) {
 		l.in <- snap(1, want(t, "a", "80:80"))
 		synctest.Wait()
 		assert.Equal(t, []string{"config 90:80/tcp"}, p.has())
-		_, err = l.Apply(t.Context(), snap(1, want(t, "a", "80:80")))
+		err = l.Apply(t.Context(), snap(1, want(t, "a", "80:80")))
 		require.ErrorIs(t, err, ErrStale)
 
 		// Nor in the next life.
@@ -232,7 +232,7 @@ func TestLoopIgnoresSnapshotsOfAnotherLife(t *testing.T) {
 		assert.Equal(t, []string{"b 81:80/tcp", "config 90:80/tcp"}, p.has())
 
 		// The API of a VM's source: whole before it returns.
-		_, err = l.Apply(t.Context(), snap(2))
+		err = l.Apply(t.Context(), snap(2))
 		require.NoError(t, err)
 		assert.Equal(t, []string{"config 90:80/tcp"}, p.has())
 	})
@@ -252,25 +252,6 @@ func TestLoopSourcesOfVMsAreApart(t *testing.T) {
 	})
 }
 
-func TestApplyReportsWhatChangedAndWhatWasAsked(t *testing.T) {
-	inLoop(t, func(t *testing.T, l *Loop, p *publisher, _ *logBuffer) {
-		snap := Snapshot{Source: "s", Wants: []Want{want(t, "a", "80:80"), want(t, "b", "81:80", "81:80/udp")}}
-		outs, err := l.Apply(t.Context(), snap)
-		require.NoError(t, err)
-		require.Len(t, outs, 2)
-		assert.Len(t, outs[dockerOwner("b")], 2)
-
-		outs, err = l.Apply(t.Context(), snap)
-		require.NoError(t, err)
-		assert.Empty(t, outs)
-
-		outs, err = l.Apply(t.Context(), snap, dockerOwner("a"), dockerOwner("unknown"))
-		require.NoError(t, err)
-		require.Len(t, outs, 1)
-		assert.Equal(t, listener.Forwarded, outs[dockerOwner("a")][0].State)
-	})
-}
-
 func TestApplyIsWholeOrNothing(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := newPublisher()
@@ -279,7 +260,7 @@ func TestApplyIsWholeOrNothing(t *testing.T) {
 		cancelled, cancel := context.WithCancel(t.Context())
 		cancel()
 		snap := Snapshot{Source: "s", Wants: []Want{want(t, "a", "80:80"), want(t, "b", "81:80")}}
-		_, err := l.Apply(cancelled, snap)
+		err := l.Apply(cancelled, snap)
 		require.ErrorIs(t, err, context.Canceled)
 		assert.Empty(t, p.takeCalls())
 
@@ -288,7 +269,7 @@ func TestApplyIsWholeOrNothing(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
 		done := make(chan error)
 		go func() {
-			_, err := l.Apply(ctx, snap)
+			err := l.Apply(ctx, snap)
 			done <- err
 		}()
 		p.gate <- struct{}{}
@@ -302,12 +283,12 @@ func TestApplyIsWholeOrNothing(t *testing.T) {
 		// It works before Run, and not after it.
 		src := newSource("containers")
 		l.AddSource("default", 1, src)
-		_, err = l.Apply(t.Context(), Snapshot{Source: "containers", VM: "default", Generation: 1, Wants: []Want{want(t, "c", "82:80")}})
+		err = l.Apply(t.Context(), Snapshot{Source: "containers", VM: "default", Generation: 1, Wants: []Want{want(t, "c", "82:80")}})
 		require.NoError(t, err)
 		ended, end := context.WithCancel(t.Context())
 		end()
 		require.NoError(t, l.Run(ended))
-		_, err = l.Apply(t.Context(), Snapshot{Source: "s"})
+		err = l.Apply(t.Context(), Snapshot{Source: "s"})
 		require.ErrorIs(t, err, os.ErrClosed)
 		l.AddSource("", 0, newSource("late"))
 		l.DropVM("default")
@@ -353,7 +334,7 @@ func TestNotesAreKeptLoggedOnceAndTold(t *testing.T) {
 		note := Note{Protocol: "sctp", Host: "127.0.0.1:3868", State: listener.Skipped, Detail: "protocol sctp is not carried"}
 		snap := Snapshot{Source: "s", Wants: []Want{{Owner: dockerOwner("a"), Notes: []Note{note, note}}}}
 		apply := func() {
-			_, err := l.Apply(t.Context(), snap)
+			err := l.Apply(t.Context(), snap)
 			require.NoError(t, err)
 		}
 		apply()

@@ -725,20 +725,20 @@ func BenchmarkLoopServices(b *testing.B) {
 	}
 	b.Run("first", func(b *testing.B) {
 		for b.Loop() {
-			_, err := start().Apply(b.Context(), all)
+			err := start().Apply(b.Context(), all)
 			require.NoError(b, err)
 		}
 	})
 	b.Run("edit", func(b *testing.B) {
 		l := start()
-		_, err := l.Apply(b.Context(), all)
+		err := l.Apply(b.Context(), all)
 		require.NoError(b, err)
 		for i := 0; b.Loop(); i++ {
 			snap := all
 			if i%2 == 0 {
 				snap = edited
 			}
-			_, err := l.Apply(b.Context(), snap)
+			err := l.Apply(b.Context(), snap)
 			require.NoError(b, err)
 		}
 	})

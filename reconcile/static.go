@@ -39,12 +39,6 @@ type Static struct {
 	owned map[listener.Owner]*publish
 }
 
-// Published is what became of one publish.
-type Published struct {
-	Owner   listener.Owner
-	Outcome listener.Outcome
-}
-
 // NewStatic returns a Static that wants nothing yet.
 func NewStatic(loop *Loop) *Static {
 	return &Static{loop: loop, byKey: make(map[publishKey]*publish), owned: make(map[listener.Owner]*publish)}
@@ -52,8 +46,8 @@ func NewStatic(loop *Loop) *Static {
 
 // SetConfig makes the publishes of the config file exactly specs, each naming
 // its VM. Those that were there are not touched (C-2), one that is repeated
-// counts once. It returns what became of each, in the order of specs.
-func (s *Static) SetConfig(ctx context.Context, specs ...listener.Spec) ([]Published, error) {
+// counts once. It returns the owners of specs, in their order.
+func (s *Static) SetConfig(ctx context.Context, specs ...listener.Spec) ([]listener.Owner, error) {
 	wanted := make(map[publishKey]bool, len(specs))
 	for _, spec := range specs {
 		wanted[keyOf(listener.KindConfig, spec)] = true
@@ -70,15 +64,16 @@ func (s *Static) SetConfig(ctx context.Context, specs ...listener.Spec) ([]Publi
 }
 
 // Add adds publishes of the CLI, each naming its VM. Adding one that is there
-// changes nothing. It returns what became of each, in the order of specs.
-func (s *Static) Add(ctx context.Context, specs ...listener.Spec) ([]Published, error) {
+// changes nothing. It returns the owners of specs, in their order: the Publisher has
+// their rows.
+func (s *Static) Add(ctx context.Context, specs ...listener.Spec) ([]listener.Owner, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.add(ctx, s.change(), listener.KindCLI, specs)
 }
 
 // add applies c with specs put into it. mu is held.
-func (s *Static) add(ctx context.Context, c *change, kind string, specs []listener.Spec) ([]Published, error) {
+func (s *Static) add(ctx context.Context, c *change, kind string, specs []listener.Spec) ([]listener.Owner, error) {
 	owners := make([]listener.Owner, len(specs))
 	for i, spec := range specs {
 		if spec.Target.VM == "" {
@@ -86,18 +81,10 @@ func (s *Static) add(ctx context.Context, c *change, kind string, specs []listen
 		}
 		owners[i] = c.put(kind, spec).owner()
 	}
-	outcomes, err := s.apply(ctx, c, owners...)
-	if err != nil {
+	if err := s.apply(ctx, c); err != nil {
 		return nil, err
 	}
-	all := make([]Published, len(specs))
-	for i, o := range owners {
-		all[i].Owner = o
-		if outs := outcomes[o]; len(outs) > 0 {
-			all[i].Outcome = outs[0] // an owner of ours has one spec
-		}
-	}
-	return all, nil
+	return owners, nil
 }
 
 // Remove takes back publishes of the CLI. When it returns their ports are free
@@ -114,7 +101,7 @@ func (s *Static) Remove(ctx context.Context, specs ...listener.Spec) (unknown []
 			unknown = append(unknown, spec)
 		}
 	}
-	if _, err := s.apply(ctx, c); err != nil {
+	if err := s.apply(ctx, c); err != nil {
 		return nil, err
 	}
 	return unknown, nil
@@ -132,11 +119,10 @@ func (s *Static) Owner(kind string, spec listener.Spec) (listener.Owner, bool) {
 }
 
 // apply makes what c says so, unless the loop takes it no more. mu is held.
-func (s *Static) apply(ctx context.Context, c *change, ask ...listener.Owner) (map[listener.Owner][]listener.Outcome, error) {
-	outcomes, err := s.loop.Apply(ctx, Snapshot{Source: staticName, Wants: c.wants(), changes: true}, ask...)
-	if err != nil {
-		return nil, err
+func (s *Static) apply(ctx context.Context, c *change) error {
+	if err := s.loop.Apply(ctx, Snapshot{Source: staticName, Wants: c.wants(), changes: true}); err != nil {
+		return err
 	}
 	c.commit()
-	return outcomes, nil
+	return nil
 }

@@ -21,10 +21,10 @@ func inStatic(t *testing.T, f func(t *testing.T, s *Static, p *publisher)) {
 	inLoop(t, func(t *testing.T, l *Loop, p *publisher, _ *logBuffer) { f(t, NewStatic(l), p) })
 }
 
-func owners(all []Published) []string {
+func owners(all []listener.Owner) []string {
 	var ids []string
-	for _, p := range all {
-		ids = append(ids, p.Owner.String())
+	for _, o := range all {
+		ids = append(ids, o.String())
 	}
 	return ids
 }
@@ -32,22 +32,16 @@ func owners(all []Published) []string {
 func TestStaticAddAndRemove(t *testing.T) {
 	inStatic(t, func(t *testing.T, s *Static, p *publisher) {
 		web, dns := mustSpec(t, "default", "8080:80"), mustSpec(t, "default", "127.0.0.1:53:5353/udp")
-		p.state[listener.Owner{Kind: listener.KindCLI, ID: "127.0.0.1:53:5353/udp"}] = listener.Failed
-
 		all, err := s.Add(t.Context(), dns, web)
 		require.NoError(t, err)
 		assert.Equal(t, []string{"cli 127.0.0.1:53:5353/udp", "cli 8080:80/tcp"}, owners(all))
-		assert.Equal(t, listener.Failed, all[0].Outcome.State)
-		assert.Equal(t, web, all[1].Outcome.Spec)
-		assert.Equal(t, listener.Forwarded, all[1].Outcome.State)
-		p.takeCalls()
+		assert.Equal(t, []string{"publish 127.0.0.1:53:5353/udp", "publish 8080:80/tcp"}, p.takeCalls(), "done when Add returns")
 
-		// Again: told anew, and nothing else is touched.
+		// Again: nothing is touched.
 		all, err = s.Add(t.Context(), web, web)
 		require.NoError(t, err)
 		assert.Equal(t, []string{"cli 8080:80/tcp", "cli 8080:80/tcp"}, owners(all))
-		assert.Equal(t, listener.Forwarded, all[1].Outcome.State)
-		assert.Equal(t, []string{"publish 8080:80/tcp"}, p.takeCalls())
+		assert.Empty(t, p.takeCalls())
 
 		unknown, err := s.Remove(t.Context(), mustSpec(t, "default", "9:9"), web, mustSpec(t, "vm2", "127.0.0.1:53:5353/udp"))
 		require.NoError(t, err)
@@ -123,7 +117,7 @@ func TestStaticAnotherSourceReplacesThePublish(t *testing.T) {
 		spec.Source = listener.SourceClient
 		all, err := s.Add(t.Context(), spec)
 		require.NoError(t, err)
-		assert.Equal(t, listener.SourceClient, all[0].Outcome.Spec.Source)
+		assert.Equal(t, listener.SourceClient, p.rows[all[0]][0].Source)
 		assert.Len(t, p.has(), 1)
 	})
 }
@@ -202,7 +196,8 @@ func TestStaticIsAList(t *testing.T) {
 			return e.kind == kind && e.spec.Target.VM == s.Target.VM && e.spec.String() == s.String()
 		}
 	}
-	add := func(kind string, specs []listener.Spec) (owners []listener.Owner) {
+	add := func(kind string, specs []listener.Spec) []listener.Owner {
+		owners := []listener.Owner{}
 		for _, s := range specs {
 			at := slices.IndexFunc(list, same(kind, s))
 			if at < 0 {
@@ -218,12 +213,6 @@ func TestStaticIsAList(t *testing.T) {
 		}
 		return owners
 	}
-	ownersOf := func(all []Published) (owners []listener.Owner) {
-		for _, p := range all {
-			owners = append(owners, p.Owner)
-		}
-		return owners
-	}
 	loop := NewLoop(newPublisher(), slog.New(slog.DiscardHandler))
 	s := NewStatic(loop)
 	cancelled, cancel := context.WithCancel(t.Context())
@@ -234,14 +223,14 @@ func TestStaticIsAList(t *testing.T) {
 		case 0:
 			all, err := s.Add(t.Context(), specs...)
 			require.NoError(t, err)
-			require.Equal(t, add(listener.KindCLI, specs), ownersOf(all))
+			require.Equal(t, add(listener.KindCLI, specs), all)
 		case 1:
 			list = slices.DeleteFunc(list, func(e entry) bool {
 				return e.kind == listener.KindConfig && !slices.ContainsFunc(specs, func(s listener.Spec) bool { return same(e.kind, s)(e) })
 			})
 			all, err := s.SetConfig(t.Context(), specs...)
 			require.NoError(t, err)
-			require.Equal(t, add(listener.KindConfig, specs), ownersOf(all))
+			require.Equal(t, add(listener.KindConfig, specs), all)
 		case 2:
 			var want []listener.Spec
 			for _, s := range specs {

@@ -27,7 +27,7 @@ func TestLoopStats(t *testing.T) {
 		synctest.Wait()
 		src.fail <- errBoom
 		synctest.Wait()
-		_, err := l.Apply(t.Context(), Snapshot{Source: "static"})
+		err := l.Apply(t.Context(), Snapshot{Source: "static"})
 		require.NoError(t, err)
 
 		s := l.Stats()

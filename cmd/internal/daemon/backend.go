@@ -218,13 +218,9 @@ func (d *Daemon) Publish(ctx context.Context, r api.PublishRequest) ([]api.Liste
 	if err != nil {
 		return nil, err
 	}
-	published, err := d.static.Add(ctx, specs...)
+	owners, err := d.static.Add(ctx, specs...)
 	if err != nil {
 		return nil, err
-	}
-	owners := make([]listener.Owner, len(published))
-	for i, p := range published {
-		owners[i] = p.Owner
 	}
 	return d.rowsOf(owners), nil
 }

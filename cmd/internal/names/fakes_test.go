@@ -51,7 +51,7 @@ func (t *table) set(tb testing.TB, names map[string][]string) {
 		owner := listener.Owner{Kind: listener.KindDocker, ID: name}
 		snap.Wants = append(snap.Wants, reconcile.Want{Owner: owner, Names: []reconcile.Name{n}})
 	}
-	_, err := t.loop.Apply(context.Background(), snap)
+	err := t.loop.Apply(context.Background(), snap)
 	require.NoError(tb, err)
 }
 
