@@ -48,7 +48,7 @@ const steadyFor = 31 * time.Second
 // daemon's resident memory, and its processor time in percent of one core.
 func followContainers(b *testing.B, containers int) (firstMS, megabytes, cpuPercent float64) {
 	engine := guesttest.NewUnixEngine(b)
-	d := startDaemon(b, engine.Endpoint())
+	d := startDaemon(b, fmt.Sprintf(", docker: '%s'", engine.Endpoint()))
 	d.await(b, "vms", 1, `"reachable": true`)
 	time.Sleep(time.Second) // what starting took is given back
 	empty := processes{d.pid}.resident(b)
@@ -75,7 +75,8 @@ type daemon struct {
 	pid         int
 }
 
-func startDaemon(b *testing.B, engine string) *daemon {
+// startDaemon starts one whose VM has more keys in its config, ", key: value".
+func startDaemon(b *testing.B, keys string) *daemon {
 	b.Helper()
 	dir, err := os.MkdirTemp("", "culvert") // t.TempDir's are too long for a socket
 	require.NoError(b, err)
@@ -86,8 +87,8 @@ func startDaemon(b *testing.B, engine string) *daemon {
 
 	guest := datapathtest.NewNetNS(b)
 	config := filepath.Join(dir, "culvert.yaml")
-	text := fmt.Sprintf("api: %s\nnames: {listen: ''}\nvms: [{attach: 'tap:tap0,netns=%s', node: %s, gateway: %s, docker: '%s'}]\n",
-		d.api, guest.Path(), node, gateway, engine)
+	text := fmt.Sprintf("api: %s\nnames: {listen: ''}\nvms: [{attach: 'tap:tap0,netns=%s', node: %s, gateway: %s%s}]\n",
+		d.api, guest.Path(), node, gateway, keys)
 	require.NoError(b, os.WriteFile(config, []byte(text), 0o600))
 	cmd := exec.Command(d.binary, "daemon", "--config", config)
 	log, err := cmd.StderrPipe()

@@ -37,10 +37,11 @@
 //
 // The guest is a network namespace behind a tap: a real Linux TCP stack at
 // native speed. Client, server and relay are separate processes, as in life:
-// the daemon's part is this test process itself. Host and guest of each path are
-// namespaces of their own. The guest of BenchmarkVM is a real one under software
-// emulation, which costs more than everything on the host. BenchmarkFrames has
-// neither guest nor stack: DPDK's driver on one pair of queues.
+// the daemon's part is this test process itself, or in BenchmarkContainers and
+// BenchmarkPublishCommand a daemon. Host and guest of each path are namespaces of
+// their own. The guest of BenchmarkVM is a real one under software emulation,
+// which costs more than everything on the host. BenchmarkFrames has neither guest
+// nor stack: DPDK's driver on one pair of queues.
 //
 // # Peers
 //

@@ -53,6 +53,8 @@ var targets = slices.Concat(
 		within("Memory of an idle TCP flow, of 50 000", tap("IdleFlow", "flows=50000", "KiB/flow"), 12, "KiB"),
 		within("10 000 single ports published, time", tap("Publish", "ports=10000", "publish-ms"), 1000, "ms"),
 		within("10 000 single ports published, memory", tap("Publish", "ports=10000", "MB"), 60, "MB"),
+		within("10 000 single ports by one command, time", command("publish-ms"), 1000, "ms"),
+		within("10 000 single ports by one command, memory", command("MB"), 60, "MB"),
 	},
 	traced("off", "Tracing off", 0.99),              // 1 % less
 	traced("never-read", "A trace never read", 0.9), // 10 % less
@@ -102,6 +104,11 @@ func wrapped(size, batch int) []target {
 // tap is a result of culvert over a tap.
 func tap(family, params, unit string) result {
 	return result{family, "path=culvert-tap", params, unit}
+}
+
+// command is one of BenchmarkPublishCommand's: of a daemon, from end to end.
+func command(unit string) result {
+	return result{"PublishCommand", "path=culvert", "ports=10000", unit}
 }
 
 // stream is one of BenchmarkTCPStream's.
