@@ -155,13 +155,11 @@ func (c *Conn) settle() {
 		c.mu.Lock()
 	}
 	c.push(turnBytes)
-	if l := c.table.loop; l != nil && c.ackNow && !c.late && int(c.rcvNxt-c.ackSent) < ackBytes {
-		// What else the loop has seen may have this flow send something, which says it
-		// too: an end of stream that follows an answer.
-		c.late = true
-		l.late = append(l.late, c)
-	} else if !c.late {
+	if l := c.table.loop; l == nil || !c.ackNow || int(c.rcvNxt-c.ackSent) >= lateBytes {
 		c.acknowledge()
+	} else if !c.late {
+		c.late = true
+		l.late = append(l.late, late{c, l.round})
 	}
 	c.unlock()
 }

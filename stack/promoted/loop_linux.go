@@ -42,9 +42,11 @@ const (
 	eagerAt   = 4
 	eagerMost = 8
 	eagerLoss = 4
-	// lateRounds is how many rounds of the loop, which is busy, an acknowledgement may
-	// wait for a segment to carry it.
+	// lateRounds and bulkRounds are how many rounds of the loop, which is busy, an
+	// acknowledgement may wait for a segment to carry it or for more to acknowledge:
+	// of a request or an answer, and of a bulk.
 	lateRounds = 4
+	bulkRounds = 64
 	// watchedAlways is what every client is watched for; a reset and an error always
 	// show. EPOLLPRI is urgent data, at which a read(2) stops short.
 	watchedAlways = unix.EPOLLIN | unix.EPOLLRDHUP | unix.EPOLLPRI | unix.EPOLLET
@@ -70,7 +72,8 @@ type loop struct {
 	ended  atomic.Bool // the source is to be read once more, to tell
 	calm   atomic.Bool // a flow that goes to and fro has moved since the last look
 	eager  int         // see eagerAt
-	late   []*Conn     // that have something to acknowledge; see Conn.settle
+	round  int         // of run
+	late   []late      // flows that have something to acknowledge, the first that had first
 	done   chan struct{}
 
 	mu    sync.Mutex
@@ -164,11 +167,11 @@ func (l *loop) run() {
 		return n != 0 || l.table.queue.waiting() || l.ended.Load()
 	}
 	ready := func(uintptr) bool { return look() }
-	for rounds := 0; ; rounds++ {
-		switch {
-		case len(l.late) > 0 && rounds%lateRounds != 0 && look():
-		default:
-			l.acknowledge()
+	for ; ; l.round++ {
+		if len(l.late) > 0 && look() {
+			l.acknowledge(false)
+		} else {
+			l.acknowledge(true)
 			if !l.spin(look) && !l.sleep(raw, ready) {
 				return // closed
 			}
@@ -186,16 +189,18 @@ func (l *loop) run() {
 	}
 }
 
-// acknowledge sends the acknowledgements that have waited for something to carry them.
-func (l *loop) acknowledge() {
-	for i, c := range l.late {
-		c.mu.Lock()
-		c.late = false
-		c.acknowledge()
-		c.unlock()
-		l.late[i] = nil
+// acknowledge sends the acknowledgements that have waited long enough, or all.
+func (l *loop) acknowledge(all bool) {
+	still := l.late[:0]
+	for _, w := range l.late {
+		waited := l.round - w.since
+		if (all || waited >= lateRounds) && w.conn.acknowledgeLate(all || waited >= bulkRounds) {
+			continue
+		}
+		still = append(still, w)
 	}
-	l.late = l.late[:0]
+	clear(l.late[len(still):])
+	l.late = still
 }
 
 // sleep waits until ready. It returns false when the loop is to end.

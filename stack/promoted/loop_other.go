@@ -17,8 +17,9 @@ type Source interface {
 }
 
 type loop struct {
-	calm atomic.Bool
-	late []*Conn
+	calm  atomic.Bool
+	late  []late
+	round int
 }
 
 // Drive has one goroutine wait for everything that t's flows and source bring: on Linux.

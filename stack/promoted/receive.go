@@ -16,6 +16,10 @@ const (
 	// ackBytes is how much may come before it is acknowledged at the end of the batch,
 	// whatever else: more than a request or an answer.
 	ackBytes = 4 << 10
+	// lateBytes is how much of a bulk may be acknowledged late, by a loop that is busy: a
+	// quarter of the usual window. Each acknowledgement makes the guest's kernel work,
+	// here.
+	lateBytes = 256 << 10
 	// calm is after how many exchanges of one segment each way an acknowledgement waits
 	// for the next segment of ours to carry it.
 	calm = 3
@@ -199,6 +203,26 @@ func (c *Conn) acknowledge() {
 	case c.ackDue && !c.delay.isSet():
 		c.delay.set(c, ackDelay)
 	}
+}
+
+// A late is a flow that has something to acknowledge while the loop is busy. What else
+// the loop has seen may make it more, or have the flow send something that says it too.
+type late struct {
+	conn  *Conn
+	since int // round of the loop
+}
+
+// acknowledgeLate is acknowledge for a flow that is late, unless it is in bulk and that
+// is not meant, too. It reports whether the flow is late no more.
+func (c *Conn) acknowledgeLate(bulk bool) bool {
+	c.mu.Lock()
+	defer c.unlock()
+	if !bulk && c.ackNow && int(c.rcvNxt-c.ackSent) >= ackBytes {
+		return false
+	}
+	c.late = false
+	c.acknowledge()
+	return true
 }
 
 // endHost ends the direction to the client when it has been given everything.

@@ -32,10 +32,9 @@ const (
 	// turnBytes is what a flow may send at once before others have their turn: four
 	// super-frames.
 	turnBytes = 256 << 10
-	// maxFlight bounds what is under way to the guest. The link is a memory copy away:
-	// 1 MiB is 10 Gbit/s for 800 µs, and more would be out of the caches by the time
-	// that the guest takes it.
-	maxFlight = 1 << 20
+	// maxFlight bounds what is under way to the guest: 10 Gbit/s for 3 ms, which a busy
+	// guest may take to get to it. The guest's window is the usual bound.
+	maxFlight = 4 << 20
 	// heldSize is what is read at once instead of peeked: a usual request.
 	heldSize = 16 << 10
 	// maxHeld bounds how many buffers requests may hold in all flows of a Table, for a
