@@ -11,6 +11,7 @@ import (
 	"github.com/culvertnet/culvert/stack/relay"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	"golang.org/x/sys/unix"
 )
 
 // ack is a segment that says nothing else.
@@ -527,4 +528,30 @@ func TestPorts(t *testing.T) {
 	s.dial()
 	require.ErrorIs(t, <-s.done, syscall.EADDRNOTAVAIL)
 	s.expect(3)
+}
+
+// TestCloseLeavesNothing closes a flow whose guest has acknowledged a part of a bulk: the
+// client's socket holds nothing then, or its end would become a reset.
+func TestCloseLeavesNothing(t *testing.T) {
+	s := newScript(t)
+	s.connect(100)
+	s.copy()
+	s.clientSays(strings.Repeat("x", 48<<10))
+	s.says(ack, 1, 14481, 65535, "", 101)
+	s.says(ack|flagFIN, 1, 20001, 65535, "", 101)
+	require.NoError(t, s.client.CloseWrite())
+	assert.Eventually(t, func() bool {
+		s.ours.ready(relay.ReadyRead | relay.ReadyEnd)
+		s.says(ack, 2, 14481+uint32(s.conn.flight())/2, 65535, "", 101)
+		return len(s.ended[relay.HalfClient]) == 1
+	}, 5*time.Second, time.Millisecond)
+	require.NoError(t, s.conn.Close())
+	left, err := unix.IoctlGetInt(s.ours.fd, unix.TIOCINQ)
+	require.NoError(t, err)
+	assert.Zero(t, left)
+	s.mu.Lock()
+	s.sent = nil
+	s.mu.Unlock()
+	s.says(ack, 2, 1+48<<10+1, 65535, "", 102)
+	assert.Zero(t, s.table.Stats().Flows)
 }

@@ -37,6 +37,9 @@ const (
 	maxFlight = 4 << 20
 	// heldSize is what is read at once instead of peeked: a usual request.
 	heldSize = 16 << 10
+	// spentBytes is how much the guest has acknowledged before it is taken from the
+	// client's socket, while there is more in it: each time costs a system call.
+	spentBytes = 256 << 10
 	// maxHeld bounds how many buffers requests may hold in all flows of a Table, for a
 	// guest that does not acknowledge them: 4096 × 16 KiB = 64 MiB.
 	maxHeld = 4096
@@ -87,6 +90,7 @@ type sender struct {
 	kept    int // of held, what was counted in Table.linger
 	peekSet bool
 	peekOff int // the client socket's
+	spent   int // bytes at the head of the client's socket that the guest has acknowledged
 	budget  int // of a push
 }
 
@@ -186,6 +190,7 @@ func (c *Conn) acked(n int, s *Segment) {
 	if c.una == c.max {
 		c.resend.stop()
 		c.bulk = false
+		c.withClient(c.discard)
 	} else {
 		c.resend.set(c, c.rto)
 	}
@@ -200,9 +205,7 @@ func (c *Conn) drop(n int) {
 			c.dropHeld()
 		}
 	}
-	if n > 0 {
-		c.discard(n)
-	}
+	c.spent += n
 }
 
 func (c *Conn) dropHeld() {
@@ -375,13 +378,17 @@ func (c *Conn) sendOnce(room int) int {
 	if c.nxt == c.max && !c.bulk && c.inSocket() == 0 && c.table.held.Load() < maxHeld {
 		return c.sendRequest(sc, room)
 	}
-	n, err := c.peek(sc.payload[:room], off-len(c.held))
+	if c.spent >= spentBytes {
+		c.discard()
+	}
+	n, err := c.peek(sc.payload[:room], c.spent+off-len(c.held))
 	if !c.found(n, err) {
 		return 0
 	}
 	sent := c.sendFrame(sc, sc.payload[:n])
 	if sent > 0 && n < room {
 		c.readable = false // that was all (epoll(7)); more is an event
+		c.discard()        // or the client may wait for room
 	}
 	return sent
 }
@@ -394,6 +401,7 @@ func (c *Conn) sendRequest(sc *scratch, room int) int {
 		c.bulk = true
 		return c.sendOnce(c.room())
 	}
+	c.discard()
 	n, err := c.read(sc.payload[:room])
 	if !c.found(n, err) {
 		return 0
@@ -430,6 +438,7 @@ func (c *Conn) found(n int, err error) bool {
 		return true
 	case err == errAgain:
 		c.readable = false
+		c.discard()
 	case err == io.EOF:
 		if c.nxt == c.max {
 			c.eof, c.end, c.readable, c.finished = true, c.max, false, false
@@ -447,7 +456,7 @@ func (c *Conn) found(n int, err error) bool {
 func (c *Conn) stuck() {
 	if c.finished && !c.eof && !c.toGuest.over && c.nxt == c.max && c.client != nil {
 		var b [1]byte
-		c.found(c.peek(b[:], c.flight()-len(c.held)))
+		c.found(c.peek(b[:], c.spent+c.flight()-len(c.held)))
 	}
 	if c.window == 0 && c.flight() == 0 && !c.resend.isSet() {
 		c.resend.set(c, c.rto)
@@ -503,10 +512,13 @@ func (c *Conn) sendFIN() {
 func (c *Conn) finAcked() bool { return c.finSent && c.una == c.max }
 
 // keepUnsent reads what the guest has not acknowledged from the client's socket, which
-// is about to go, and keeps it. It returns false when that is too much.
+// is about to be closed, and keeps it. It returns false when that is too much. Nothing
+// may be left in the socket: its end would become a reset, which takes from the client
+// what it has not read (close(2) of a socket with unread bytes, RFC 1122, 4.2.2.13).
 func (c *Conn) keepUnsent() bool {
 	n := c.inSocket()
 	if n == 0 {
+		c.withClient(c.discard)
 		return true
 	}
 	if c.table.linger.Add(int64(n)) > maxLinger {
@@ -518,6 +530,7 @@ func (c *Conn) keepUnsent() bool {
 	whole := false
 	_ = c.client.Control(func(fd uintptr) {
 		c.fd = int(fd)
+		c.discard()
 		whole = c.readFull(held[had:])
 	})
 	c.dropHeld()

@@ -47,21 +47,16 @@ func (c *Conn) peek(p []byte, off int) (int, error) {
 	return n, err
 }
 
-// discard takes n bytes, which were peeked, from the client's socket.
-func (c *Conn) discard(n int) {
-	if c.client == nil {
-		return
-	}
-	_ = c.client.Control(func(fd uintptr) {
-		for n > 0 {
-			k, err := received(discard(int(fd), n))
-			if err != nil {
-				break // it was reset, which a read tells
-			}
-			n -= k
-			c.peekOff = max(c.peekOff-k, 0) // as the kernel does
+// discard takes what the guest has acknowledged from the client's socket.
+func (c *Conn) discard() {
+	for c.spent > 0 && c.client != nil {
+		n, err := received(discard(c.fd, c.spent))
+		if err != nil {
+			return // it was reset, which a read tells
 		}
-	})
+		c.spent -= n
+		c.peekOff = max(c.peekOff-n, 0) // as the kernel does
+	}
 }
 
 // readFull reads what is known to be there.
