@@ -89,7 +89,7 @@ func (fakeBackend) Flows() []api.Flow {
 func (fakeBackend) VMs() []api.VM {
 	return []api.VM{{
 		Name: "default", Attach: "tap:tap0", State: "ready", Node: "10.0.2.2", Gateway: "10.0.2.1/24", Generation: 2,
-		Offloads: []string{"csum", "tso4"}, Queues: 1, LastFrame: fakeTime, Probe: api.Probe{OK: true, At: fakeTime, RTT: 0.000123},
+		Offloads: []string{"csum", "tso4"}, Queues: 1, TCP: "netstack", LastFrame: fakeTime, Probe: api.Probe{OK: true, At: fakeTime, RTT: 0.000123},
 		Frames: api.Traffic{ToGuest: 5, ToHost: 6}, Bytes: api.Traffic{ToGuest: 500, ToHost: 600},
 		Drops: map[string]uint64{"foreign-source": 3}, Flows: 1, VMM: "running", Since: fakeTime,
 	}}
