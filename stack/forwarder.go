@@ -148,6 +148,9 @@ func (f *Forwarder) AttachVM(name string, vm VM) {
 		return
 	}
 	f.vms[name], f.nodes[name] = &vm, vm.node()
+	if b, ok := vm.Guest.(besider); ok {
+		b.Beside(f.group.Poll)
+	}
 	f.tryRows(func(r *row) bool { return r.spec.Target.VM == name })
 }
 

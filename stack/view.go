@@ -21,6 +21,10 @@ type Guest interface {
 	DialUDP(dst netip.AddrPort) (relay.GuestPacketConn, error)
 }
 
+// A besider is a Guest whose own goroutine may be so busy that others on its processor
+// are not woken, and calls poll for them now and then.
+type besider interface{ Beside(poll func()) }
+
 // A VM is what the Forwarder is told of one life of a VM.
 type VM struct {
 	Guest Guest

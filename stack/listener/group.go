@@ -63,14 +63,16 @@ type Handler interface {
 var ErrWouldBlock = errors.New("would block")
 
 // A Group waits for clients of any number of sockets, on one goroutine. Its
-// methods are safe for concurrent use.
+// methods are safe for concurrent use. The Handler is called for one thing at a time.
 type Group struct {
 	handler Handler
 	epoll   *os.File // the set, on the runtime poller
 	clients *clientSet
 	done    chan struct{}
 
-	// The goroutine's own.
+	turn sync.Mutex // held by who serves clients: the goroutine, or Poll
+	// Under turn.
+	served  served
 	reserve int // a descriptor to give up; -1 when it could not be had back
 	paused  []*Socket
 	pacer   pacer
@@ -113,6 +115,12 @@ func (g *Group) listen(proto Proto, ap netip.AddrPort, token any) (*Socket, erro
 	}
 	return s, nil
 }
+
+// Poll serves the clients that wait now, in the caller's goroutine, and waits for none.
+// It is for a goroutine that is so busy that the Group's own, on the same processor, is
+// not woken for long: the runtime looks for what has come for goroutines that wait when
+// no other can run, and else every 10 ms.
+func (g *Group) Poll() { g.poll() }
 
 // Close closes all sockets, ends the goroutine and waits for it: no call of the
 // Handler is under way after it has returned. It must not be called from the

@@ -38,6 +38,7 @@ func newGroup(h Handler) (*Group, error) {
 		done:    make(chan struct{}),
 		reserve: openReserve(),
 		pacer:   pacer{begun: time.Now(), timer: -1},
+		served:  served{batch: 1},
 		epfd:    epfd,
 		sockets: make(map[int]*Socket),
 	}
@@ -85,43 +86,71 @@ func (g *Group) run() {
 	if err != nil {
 		return // closed already
 	}
-	events := make([]unix.EpollEvent, 128)
-	var n int
-	// An accept4(2) that finds nobody costs three times an epoll_wait(2) that
-	// finds nothing, as it makes a file first. So the first turn after a rest
-	// takes one client of each socket, the usual number, and each turn without
-	// a rest between twice as many as the one before.
-	batch := 1
-	ready := func(fd uintptr) bool {
-		for {
-			n, err = unix.EpollWait(int(fd), events, 0)
-			if err == unix.EINTR {
-				continue
-			}
-			if n == 0 {
-				batch = 1
-			}
-			return n != 0
-		}
+	ready := func(uintptr) bool {
+		g.turn.Lock()
+		defer g.turn.Unlock()
+		return g.serve()
 	}
 	for {
 		switch err := raw.Read(ready); {
 		case err == nil:
 		case errors.Is(err, os.ErrDeadlineExceeded):
+			g.turn.Lock()
 			g.resume()
-			continue
+			g.turn.Unlock()
 		default:
 			return // closed
 		}
-		for _, ev := range events[:max(n, 0)] {
-			if int(ev.Fd) == g.pacer.timer {
-				g.lookAtPaced()
-				continue
-			}
-			g.dispatch(int(ev.Fd), batch)
-		}
-		batch = min(2*batch, acceptBatch)
 	}
+}
+
+func (g *Group) poll() {
+	if !g.turn.TryLock() {
+		return // somebody does
+	}
+	defer g.turn.Unlock()
+	g.mu.Lock()
+	closed := g.closed
+	g.mu.Unlock()
+	if !closed {
+		g.serve()
+	}
+}
+
+// A served is how a Group serves its clients.
+type served struct {
+	events [128]unix.EpollEvent
+	batch  int // see serve
+}
+
+// serve serves who waits now and reports whether there was anybody. g.turn is held,
+// and the epoll set is open.
+func (g *Group) serve() bool {
+	r := &g.served
+	n := 0
+	for {
+		var err error
+		if n, err = unix.EpollWait(g.epfd, r.events[:], 0); err != unix.EINTR {
+			break
+		}
+	}
+	// An accept4(2) that finds nobody costs three times an epoll_wait(2) that
+	// finds nothing, as it makes a file first. So the first turn after a rest
+	// takes one client of each socket, the usual number, and each turn without
+	// a rest between twice as many as the one before.
+	if n <= 0 {
+		r.batch = 1
+		return false
+	}
+	for _, ev := range r.events[:n] {
+		if int(ev.Fd) == g.pacer.timer {
+			g.lookAtPaced()
+			continue
+		}
+		g.dispatch(int(ev.Fd), r.batch)
+	}
+	r.batch = min(2*r.batch, acceptBatch)
+	return true
 }
 
 // dispatch serves the socket with descriptor fd, up to batch clients of it. If
@@ -252,16 +281,18 @@ func (g *Group) resume() {
 }
 
 func (g *Group) close() error {
+	g.turn.Lock() // so that no Poll is under way, and none begins
 	g.mu.Lock()
-	if g.closed {
-		g.mu.Unlock()
-		<-g.done
-		return nil
-	}
+	first := !g.closed
 	g.closed = true
 	sockets := g.sockets
 	g.sockets = nil
 	g.mu.Unlock()
+	g.turn.Unlock()
+	if !first {
+		<-g.done
+		return nil
+	}
 
 	err := g.epoll.Close()
 	<-g.done

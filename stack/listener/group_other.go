@@ -21,8 +21,9 @@ func (g *Group) close() error { return errors.ErrUnsupported }
 func (s *Socket) close() error { return errors.ErrUnsupported }
 
 type (
-	pace  struct{}
-	pacer struct{}
+	pace   struct{}
+	pacer  struct{}
+	served struct{}
 )
 
 type rawReader struct{}
@@ -34,6 +35,8 @@ func (s *Socket) readMessages(*Reader) (int, error) { return 0, errors.ErrUnsupp
 func (s *Socket) sendMessages([][2][]byte, netip.AddrPort, netip.Addr) (int, error) {
 	return 0, errors.ErrUnsupported
 }
+
+func (g *Group) poll() {}
 
 func goneFD(uintptr) bool { return true }
 

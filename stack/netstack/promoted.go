@@ -64,6 +64,14 @@ func newPromoted(s *Stack) *promoted.Table {
 	})
 }
 
+// Beside has poll called now and then while the goroutine that serves this guest's flows
+// is busy, if there is one: see promoted.Table.Beside.
+func (s *Stack) Beside(poll func()) {
+	if s.link.promoted != nil {
+		s.link.promoted.Beside(poll)
+	}
+}
+
 // A task is a function as a runnable.
 type task func()
 

@@ -25,10 +25,11 @@ import (
 // try, and whoever waits has tried before. The link is level-triggered: frames that are
 // left come up again.
 //
-// Waking a thread takes longer than what it is woken for. So where flows go to and fro
-// calmly, and the last few waits were short, the loop looks for a while (spinFor) before
-// it sleeps; where it looks in vain, on a machine whose ends have other work, it soon
-// does so no more.
+// Waking a thread takes longer than what it is woken for. So where the last few waits
+// were short the loop looks for a while (spinFor) before it sleeps; where it looks in
+// vain, on a machine whose ends have other work, it soon does so no more. While it does
+// not sleep, who waits for the same processor is not woken: what has come for them is
+// looked after from here (Beside).
 
 const (
 	// spinFor is how long the loop looks for something before it sleeps: what an answer
@@ -68,12 +69,13 @@ type loop struct {
 	epoll  *os.File
 	epfd   int
 	wakefd int
-	parked atomic.Bool // or about to be
-	ended  atomic.Bool // the source is to be read once more, to tell
-	calm   atomic.Bool // a flow that goes to and fro has moved since the last look
-	eager  int         // see eagerAt
-	round  int         // of run
-	late   []late      // flows that have something to acknowledge, the first that had first
+	parked atomic.Bool            // or about to be
+	ended  atomic.Bool            // the source is to be read once more, to tell
+	beside atomic.Pointer[func()] // see Beside
+	eager  int                    // see eagerAt
+	looks  int                    // in this sleep
+	round  int                    // of run
+	late   []late                 // flows that have something to acknowledge, the first that had first
 	done   chan struct{}
 
 	mu    sync.Mutex
@@ -166,10 +168,11 @@ func (l *loop) run() {
 		n = epollWait(l.epfd, events)
 		return n != 0 || l.table.queue.waiting() || l.ended.Load()
 	}
-	ready := func(uintptr) bool { return look() }
+	ready := func(uintptr) bool { l.looks++; return look() }
 	for ; ; l.round++ {
 		if len(l.late) > 0 && look() {
 			l.acknowledge(false)
+			l.lookBeside()
 		} else {
 			l.acknowledge(true)
 			if !l.spin(look) && !l.sleep(raw, ready) {
@@ -207,23 +210,43 @@ func (l *loop) acknowledge(all bool) {
 func (l *loop) sleep(raw syscall.RawConn, ready func(uintptr) bool) bool {
 	l.parked.Store(true)
 	began := time.Now()
-	err := raw.Read(ready) // looks first
+	l.looks = 0
+	err := raw.Read(ready)
 	l.parked.Store(false)
-	if time.Since(began) < spinAfter {
+	switch {
+	case l.looks == 1: // it looks first, and found something
+		l.lookBeside()
+	case time.Since(began) < spinAfter:
 		l.eager = min(l.eager+1, eagerMost)
-	} else {
+	default:
 		l.eager = 0
 	}
 	return err == nil
 }
 
+// lookBeside does what others would be woken for.
+func (l *loop) lookBeside() {
+	if poll := l.beside.Load(); poll != nil {
+		(*poll)()
+	}
+}
+
+// Beside has poll called now and then by a loop that is busy, for those whose goroutines
+// wait for the same processor. It does what has come for them, and does not wait. It may
+// be called at any time, and takes the place of the one before.
+func (t *Table) Beside(poll func()) {
+	if t.loop != nil {
+		t.loop.beside.Store(&poll)
+	}
+}
+
 // spin looks for a while, if that is worth it, and reports whether there is something.
 func (l *loop) spin(look func() bool) bool {
-	calm := l.calm.Swap(false)
-	if !calm || l.eager < eagerAt || runtime.NumCPU() == 1 {
+	if l.eager < eagerAt || runtime.NumCPU() == 1 {
 		return false
 	}
 	for end := time.Now().Add(spinFor); time.Now().Before(end); {
+		l.lookBeside()
 		if look() {
 			l.eager = min(l.eager+1, eagerMost)
 			return true

@@ -4,7 +4,6 @@ package promoted
 
 import (
 	"errors"
-	"sync/atomic"
 )
 
 // A Source is where frames come from.
@@ -17,13 +16,15 @@ type Source interface {
 }
 
 type loop struct {
-	calm  atomic.Bool
 	late  []late
 	round int
 }
 
 // Drive has one goroutine wait for everything that t's flows and source bring: on Linux.
 func (t *Table) Drive(Source) error { return errors.ErrUnsupported }
+
+// Beside has poll called now and then by a loop that is busy.
+func (t *Table) Beside(func()) {}
 
 // End has the source read once more.
 func (t *Table) End() {}

@@ -174,9 +174,7 @@ func (c *Conn) due(n int) {
 // answered is told that new payload is sent, and with it an acknowledgement.
 func (c *Conn) answered() {
 	if c.taken == 1 {
-		if c.exchanges++; c.exchanges >= calm && c.table.loop != nil {
-			c.table.loop.calm.Store(true)
-		}
+		c.exchanges++
 	} else if c.taken > 1 {
 		c.exchanges = 0
 	}
