@@ -11,8 +11,10 @@ import (
 	"net/http"
 	"os"
 	"os/exec"
+	"slices"
 	"strconv"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -67,6 +69,16 @@ func openPasta(tb testing.TB) *bed {
 	cmd.ExtraFiles = []*os.File{netns} // as it may not look into other processes
 	b.start(tb, cmd)
 	b.await(tb)
+	// It takes clients before it has set up the guest's link, and a SYN that is lost
+	// there it never sends again. Routes come last.
+	require.Eventually(tb, func() bool {
+		var routes []netlink.Route
+		err := b.guest.Do(func() (err error) {
+			routes, err = netlink.RouteList(nil, syscall.AF_INET)
+			return err
+		})
+		return err == nil && slices.ContainsFunc(routes, func(r netlink.Route) bool { return r.Gw != nil })
+	}, 10*time.Second, 10*time.Millisecond, "the guest gets no route")
 	return b
 }
 
