@@ -32,8 +32,9 @@
 //	                        socket buffers and the pipes of who splices, does not count
 //
 // A line "left-out: NAME: why" stands where a peer is missing, or cannot do what is
-// asked of it on this machine, and its cell stays empty. A failure of culvert's fails
-// the run.
+// asked of it on this machine, and its cell stays empty; a measurement of a peer's that
+// fails is tried again before, up to three times, and "tried-again: NAME: N: why" says
+// that it was. A failure of culvert's fails the run.
 //
 // The guest is a network namespace behind a tap: a real Linux TCP stack at
 // native speed. Client, server and relay are separate processes, as in life:

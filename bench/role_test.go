@@ -74,19 +74,21 @@ func startRole(tb testing.TB, ns *datapathtest.NetNS, name string, args ...strin
 }
 
 // startClient starts a client's role against the bed and waits until it is ready.
-func startClient(tb testing.TB, bed *bed, name string, args ...string) *role {
+func startClient(tb testing.TB, bed *bed, name string, args ...string) (*role, error) {
 	tb.Helper()
 	r := newRole(tb, bed.host, name, args...)
-	bed.check(tb, r.ready())
-	return r
+	return r, r.ready()
 }
 
 // runClient runs a client's role against the bed and returns its result.
-func runClient(tb testing.TB, bed *bed, name string, args ...string) []float64 {
+func runClient(tb testing.TB, bed *bed, name string, args ...string) ([]float64, error) {
 	tb.Helper()
-	r := startClient(tb, bed, name, args...)
+	r, err := startClient(tb, bed, name, args...)
+	if err != nil {
+		return nil, err
+	}
 	defer r.stop()
-	return r.line(tb)
+	return r.line(tb), nil
 }
 
 func newRole(tb testing.TB, ns *datapathtest.NetNS, name string, args ...string) *role {

@@ -19,6 +19,7 @@ type run struct {
 	rounds int
 	config []string          // "key: value" lines, in the order seen
 	absent []absence         // in the order seen
+	again  []repeat          // in the order seen
 	notes  string            // Markdown, written by hand
 	order  []result          // the keys of values, in the order seen
 	values map[result]sample // one a round
@@ -28,6 +29,13 @@ type run struct {
 type absence struct {
 	name, why string // why: of the first of them
 	rounds    int
+}
+
+// A repeat is a measurement of a peer's that failed and was tried again, in some
+// rounds.
+type repeat struct {
+	name, why     string // why: it failed in the first of them
+	times, rounds int    // of all rounds together, and in how many
 }
 
 // A result is one metric of one benchmark. BenchmarkUDP/path=socat/size=64 has the
@@ -83,6 +91,10 @@ func (r *run) read(in io.Reader) error {
 		} else if text, ok := strings.CutPrefix(line, "left-out: Benchmark"); ok {
 			name, why, _ := strings.Cut(text, ": ")
 			r.miss(name, why)
+		} else if text, ok := strings.CutPrefix(line, "tried-again: Benchmark"); ok {
+			if err := r.readRepeat(text); err != nil {
+				return fmt.Errorf("%q: %w", line, err)
+			}
 		} else if strings.HasPrefix(line, "Benchmark") {
 			if err := r.readBenchmark(strings.Fields(line)); err != nil {
 				return fmt.Errorf("%q: %w", line, err)
@@ -102,6 +114,24 @@ func (r *run) miss(name, why string) {
 		r.absent = append(r.absent, absence{name: name, why: why})
 	}
 	r.absent[i].rounds++
+}
+
+// readRepeat takes in that a measurement was tried again: its name, how often, why.
+func (r *run) readRepeat(text string) error {
+	name, rest, _ := strings.Cut(text, ": ")
+	times, why, _ := strings.Cut(rest, ": ")
+	n, err := strconv.Atoi(times)
+	if err != nil {
+		return err
+	}
+	i := slices.IndexFunc(r.again, func(a repeat) bool { return a.name == name })
+	if i < 0 {
+		i = len(r.again)
+		r.again = append(r.again, repeat{name: name, why: why})
+	}
+	r.again[i].times += n
+	r.again[i].rounds++
+	return nil
 }
 
 // readBenchmark takes in one line: a name, the number of iterations, and pairs of

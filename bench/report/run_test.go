@@ -27,15 +27,18 @@ func TestRead(t *testing.T) {
 	key := result{"TCP", "path=tap", "flows=1", "Gbit/s"}
 	r := mustRun(t, "x",
 		"kernel: 6.1\ncpus: 2\nBenchmarkTCP/path=tap/flows=1-2  \t 1\t 0 ns/op\t 15.0 Gbit/s\t 0.5 cpu-s/GB\nPASS\n",
-		"kernel: 6.1\ncpus: 4\nBenchmarkTCP/path=tap/flows=1-2\n--- FAIL: BenchmarkUDP/path=tap-2\n    x_test.go:7: no answer\nleft-out: BenchmarkUDP/path=socat/size=64: no socat: install it\n",
-		"--- FAIL: BenchmarkUDP/path=tap-2\nBenchmarkTCP/path=tap/flows=1-2 1 11.0 Gbit/s\nBenchmarkCopy-2 1000 12 ns/op\n",
+		"kernel: 6.1\ncpus: 4\nBenchmarkTCP/path=tap/flows=1-2\n--- FAIL: BenchmarkUDP/path=tap-2\n    x_test.go:7: no answer\nleft-out: BenchmarkUDP/path=socat/size=64: no socat: install it\n"+
+			"tried-again: BenchmarkTCP/path=pasta-tap/flows=1: 1: stands: still\ntried-again: BenchmarkUDP/path=socat: 1: no: one\n",
+		"tried-again: BenchmarkTCP/path=pasta-tap/flows=1: 3: another\n--- FAIL: BenchmarkUDP/path=tap-2\nBenchmarkTCP/path=tap/flows=1-2 1 11.0 Gbit/s\nBenchmarkCopy-2 1000 12 ns/op\n",
 	)
 	assert.Equal(t, []string{"kernel: 6.1", "cpus: 2", "cpus: 4"}, r.config)
 	assert.Equal(t, []absence{{"UDP/path=tap", "failed", 2}, {"UDP/path=socat/size=64", "no socat: install it", 1}}, r.absent)
+	assert.Equal(t, []repeat{{"TCP/path=pasta-tap/flows=1", "stands: still", 4, 2}, {"UDP/path=socat", "no: one", 1, 1}}, r.again)
 	assert.Equal(t, sample{15, 11}, r.values[key])
 	assert.Equal(t, []result{key, {"TCP", "path=tap", "flows=1", "cpu-s/GB"}, {family: "Copy", unit: "ns/op"}}, r.order)
 
 	require.ErrorContains(t, r.read(strings.NewReader("BenchmarkX-2 1 fast Gbit/s\n")), "fast")
+	require.ErrorContains(t, r.read(strings.NewReader("tried-again: BenchmarkX: often: why\n")), "often")
 }
 
 func TestSample(t *testing.T) {

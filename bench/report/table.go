@@ -38,6 +38,12 @@ func (r *run) write(w io.Writer) {
 			fmt.Fprintf(w, "- %s (%d×): %s\n", a.name, a.rounds, short(a.why))
 		}
 	}
+	if len(r.again) > 0 {
+		fmt.Fprint(w, "\nFailed and tried again, as only a peer is:\n\n")
+		for _, a := range r.again {
+			fmt.Fprintf(w, "- %s (%d×, in %d of %d rounds): %s\n", a.name, a.times, a.rounds, r.rounds, short(a.why))
+		}
+	}
 	for _, family := range distinct(r.order, func(k result) string { return k.family }) {
 		ofFamily := filter(r.order, func(k result) bool { return k.family == family })
 		for _, shared := range natural(distinct(ofFamily, result.shared)) {

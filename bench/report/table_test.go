@@ -118,4 +118,11 @@ func TestMissing(t *testing.T) {
 	var out strings.Builder
 	mustRun(t, "x", "--- FAIL: BenchmarkB-2\n", "--- FAIL: BenchmarkB-2\nleft-out: BenchmarkA: no "+strings.Repeat("µ", 300)+"\n").write(&out)
 	assert.Contains(t, out.String(), "\n- B (2×): failed\n- A (1×): no "+strings.Repeat("µ", 197)+"…\n")
+	assert.NotContains(t, out.String(), "tried again")
+}
+
+func TestTriedAgain(t *testing.T) {
+	var out strings.Builder
+	mustRun(t, "x", "tried-again: BenchmarkA: 2: stands still\n", "tried-again: BenchmarkA: 1: other\n", "BenchmarkA-2 1 1 Gbit/s\n").write(&out)
+	assert.Contains(t, out.String(), "\nFailed and tried again, as only a peer is:\n\n- A (3×, in 2 of 3 rounds): stands still\n\n")
 }

@@ -20,6 +20,7 @@ func (t target) judge(runs []*run) (v verdict) {
 		base := 1.0
 		if ok && t.relative() {
 			base, ok = r.median(t.base)
+			ok = ok && (base != 0 || t.rel == atMost) // at least nothing is no demand
 		}
 		if ok {
 			v = verdict{run: r, value: value, base: base}

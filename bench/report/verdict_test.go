@@ -50,6 +50,7 @@ func TestLastRunWithAllFigures(t *testing.T) {
 	assert.Equal(t, "second", v.run.name)
 	assert.False(t, v.met)
 	assert.Nil(t, goal.judge([]*run{alone}).run)
+	assert.Nil(t, goal.judge([]*run{mustRun(t, "still", strings.ReplaceAll(peers, " 10 ", " 0 "))}).run, "a peer that did nothing")
 }
 
 func TestWriteTargets(t *testing.T) {
