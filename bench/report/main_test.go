@@ -25,7 +25,8 @@ func TestReport(t *testing.T) {
 	require.NoError(t, os.Mkdir(dir, 0o755))
 	for name, text := range map[string]string{
 		"round-1.txt": "cpus: 2\nBenchmarkTCPStream/path=loopback/dir=host-to-guest/flows=1-2 1 20 Gbit/s\n" +
-			"BenchmarkTCPStream/path=culvert-tap/dir=host-to-guest/flows=1-2 1 8 Gbit/s\n",
+			"BenchmarkTCPStream/path=culvert-tap/dir=host-to-guest/flows=1-2 1 8 Gbit/s\n" +
+			"BenchmarkTCPStream/path=culvert-tap-promoted/dir=host-to-guest/flows=1-2 1 7 Gbit/s\n",
 		"round-2.txt": "cpus: 2\nBenchmarkTCPStream/path=loopback/dir=host-to-guest/flows=1-2 1 20 Gbit/s\n" +
 			"BenchmarkTCPStream/path=culvert-tap/dir=host-to-guest/flows=1-2 1 12 Gbit/s\n",
 		"notes.md": "It copies *twice*.\n\n",
@@ -35,11 +36,12 @@ func TestReport(t *testing.T) {
 	var out strings.Builder
 	require.NoError(t, report(&out, plots, []string{dir}))
 	for _, want := range []string{
-		"| TCP host→guest, 1 flow | ≥ 0.45 × loopback | ×0.5: 10 against 20 Gbit/s | met | [Day-1](#run-day-1) |\n",
+		"| TCP host→guest, 1 flow | ≥ 0.45 × loopback | ×0.5: 10 against 20 Gbit/s | met | ×0.35: 7 against 20 Gbit/s | **not met** | [Day-1](#run-day-1) |\n",
 		"\n\nIt copies *twice*.\n\n",
 		"](" + filepath.ToSlash(plots) + "/throughput.svg)\n",
 		"## Run Day-1\n\nrounds: 2 · cpus: 2\n",
 		"| **culvert-tap** | 10 (8 to 12) ×0.5 |\n",
+		"| **culvert-tap-promoted** | 7 of 1 rounds ×0.35 |\n",
 	} {
 		assert.Contains(t, out.String(), want)
 	}

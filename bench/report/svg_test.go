@@ -30,6 +30,7 @@ type drawing struct {
 	Texts []struct {
 		X      float64 `xml:"x,attr"`
 		Anchor string  `xml:"text-anchor,attr"`
+		Weight string  `xml:"font-weight,attr"`
 		Text   string  `xml:",chardata"`
 	} `xml:"text"`
 }
@@ -71,6 +72,25 @@ func TestSVG(t *testing.T) {
 		}
 	}
 	assert.Equal(t, c.svg(), c.svg())
+}
+
+// TestOursInPlots has both of culvert's paths stand out alike, with bars of the
+// series' color.
+func TestOursInPlots(t *testing.T) {
+	c := chart{title: "t", series: []string{"p50"}, groups: []group{
+		{"loopback", []sample{{20}}}, {"culvert-tap", []sample{{60}}}, {"culvert-tap-promoted", []sample{{50}}},
+	}}
+	d := mustDraw(t, c)
+	var bold []string
+	for _, text := range d.Texts {
+		if text.Weight == "bold" {
+			bold = append(bold, text.Text)
+		}
+	}
+	assert.Equal(t, []string{"t", "culvert-tap", "culvert-tap-promoted"}, bold)
+	bars := d.Rects[2:]
+	require.Len(t, bars, 3)
+	assert.Equal(t, bars[1].Fill, bars[2].Fill)
 }
 
 func TestScale(t *testing.T) {

@@ -73,7 +73,7 @@ func TestTables(t *testing.T) {
 `},
 		{"ours against references; no ratios of proportions or to nothing", []string{
 			"BenchmarkUDP/path=loopback-2 1 100 kpkt/s 1 loss-% 0 failed\nBenchmarkUDP/path=pasta-tap-2 1 20 kpkt/s 2 loss-% 1 failed\n" +
-				"BenchmarkUDP/path=culvert-tap-2 1 50 kpkt/s 0 loss-% 2 failed\n",
+				"BenchmarkUDP/path=culvert-tap-2 1 50 kpkt/s 0 loss-% 2 failed\nBenchmarkUDP/path=culvert-tap-promoted-2 1 60 kpkt/s 0 loss-% 3 failed\n",
 		}, `
 ### UDP
 
@@ -82,7 +82,9 @@ func TestTables(t *testing.T) {
 | loopback | 100 | 1 | 0 |
 | pasta-tap | 20 ×0.2 | 2 | 1 |
 | **culvert-tap** | 50 ×0.5 | 0 | 2 |
+| **culvert-tap-promoted** | 60 ×0.6 | 0 | 3 |
 | *culvert-tap ÷ pasta-tap* | ×2.5 | – | ×2 |
+| *culvert-tap-promoted ÷ pasta-tap* | ×3 | – | ×3 |
 `},
 		{"without subjects params are rows", []string{
 			"BenchmarkPublish/ports=9/owners=1-2 1 10 ms 1 MB\nBenchmarkPublish/ports=9/owners=9-2 1 30 ms 2 MB\n",

@@ -63,6 +63,26 @@ var targets = slices.Concat(
 	wrapped(65000, 1), wrapped(65000, 32),
 )
 
+// The two ways a VM's TCP flows can be over a tap: gVisor's, which is the default,
+// and promoted.
+const (
+	ownPath      = "path=culvert-tap"
+	promotedPath = "path=culvert-tap-promoted"
+)
+
+// promoted returns the target for promoted flows, if it is one of culvert over a
+// tap: what is culvert's in it is theirs then, and the peer's stays.
+func (t target) promoted() (target, bool) {
+	if t.value.subject != ownPath {
+		return target{}, false
+	}
+	t.value.subject = promotedPath
+	if t.base.subject == ownPath {
+		t.base.subject = promotedPath
+	}
+	return t, true
+}
+
 // against demands a proportion to a peer's figure.
 func against(peer, title string, value result, rel relation, bound float64) target {
 	return target{title, value, value.of("path=" + peer), peer, 1, rel, bound}
@@ -103,7 +123,7 @@ func wrapped(size, batch int) []target {
 
 // tap is a result of culvert over a tap.
 func tap(family, params, unit string) result {
-	return result{family, "path=culvert-tap", params, unit}
+	return result{family, ownPath, params, unit}
 }
 
 // command is one of BenchmarkPublishCommand's: of a daemon, from end to end.

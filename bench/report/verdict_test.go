@@ -53,22 +53,71 @@ func TestLastRunWithAllFigures(t *testing.T) {
 	assert.Nil(t, goal.judge([]*run{mustRun(t, "still", strings.ReplaceAll(peers, " 10 ", " 0 "))}).run, "a peer that did nothing")
 }
 
+func TestPromoted(t *testing.T) {
+	rate := tap("TCP", "", "Gbit/s")
+	p, ok := against("pasta-tap", "", rate, atLeast, 1).promoted()
+	assert.True(t, ok)
+	assert.Equal(t, rate.of(promotedPath), p.value)
+	assert.Equal(t, rate.of("path=pasta-tap"), p.base, "the peer's")
+
+	p, ok = flowsTogether("host-to-guest", 8)[0].promoted()
+	assert.True(t, ok)
+	assert.Equal(t, stream("host-to-guest", 1, "Gbit/s").of(promotedPath), p.base, "one flow of its own")
+
+	p, ok = within("", rate, 1, "Gbit/s").promoted()
+	assert.True(t, ok)
+	assert.False(t, p.relative())
+
+	for _, other := range []target{traced("off", "", 1)[0], wrapped(60, 1)[0], within("", command("MB"), 60, "MB")} {
+		_, ok := other.promoted()
+		assert.False(t, ok, other.value)
+	}
+	for _, t2 := range targets {
+		p, ok := t2.promoted()
+		assert.Equal(t, t2.value.subject == "path=culvert-tap", ok, t2.title)
+		assert.NotEqual(t, ownPath, p.base.subject, t2.title)
+	}
+}
+
 func TestWriteTargets(t *testing.T) {
 	rate := tap("TCP", "", "Gbit/s")
 	list := []target{
 		against("pasta-tap", "good", rate, atLeast, 1), against("pasta-tap", "bad", rate, atLeast, 2), against("gvproxy", "unknown", rate, atLeast, 20),
+		within("daemon's", command("MB"), 60, "MB"),
 	}
-	r := mustRun(t, "x", peers)
-	r.notes = "why"
-	var out strings.Builder
-	writeTargets(&out, list, []*run{r})
-	for _, want := range []string{
-		"\n1 met, 1 not met, 1 not measured;", "| good | ≥ 1 × pasta-tap | ×1.2: 12 against 10 Gbit/s | met | [x](#run-x) |\n",
-		" | **not met** | ", "| unknown | ≥ 20 × gvproxy | – | not measured | |\n", "\n### Notes on run x\n\nwhy\n",
+	first := mustRun(t, "X", peers+"BenchmarkTCP/path=culvert-tap-promoted-2 1 8 Gbit/s\n")
+	first.notes = "why"
+	second := mustRun(t, "Y", "BenchmarkTCP/path=pasta-tap-2 1 10 Gbit/s\nBenchmarkTCP/path=culvert-tap-promoted-2 1 20 Gbit/s\n"+
+		"BenchmarkPublishCommand/path=culvert/ports=10000-2 1 61 MB\n")
+	for _, c := range []struct {
+		name string
+		runs []*run
+		want []string
+	}{
+		{"by default alone", []*run{mustRun(t, "X", peers)}, []string{
+			"\nDefault: 1 met, 1 not met, 2 not measured; with `tcp: promoted`: 0 met, 0 not met, 3 not measured. ",
+			"| good | ≥ 1 × pasta-tap | ×1.2: 12 against 10 Gbit/s | met | – | not measured | [X](#run-x) |\n",
+			"| unknown | ≥ 20 × gvproxy | – | not measured | – | not measured | |\n",
+			"| daemon's | ≤ 60 MB | – | not measured | | | |\n",
+		}},
+		{"both of one run", []*run{first}, []string{
+			"\nDefault: 1 met, 1 not met, 2 not measured; with `tcp: promoted`: 0 met, 2 not met, 1 not measured. ",
+			"| good | ≥ 1 × pasta-tap | ×1.2: 12 against 10 Gbit/s | met | ×0.8: 8 against 10 Gbit/s | **not met** | [X](#run-x) |\n",
+			"\n### Notes on run X\n\nwhy\n",
+		}},
+		{"each of its last run", []*run{first, second}, []string{
+			"\nDefault: 1 met, 2 not met, 1 not measured; with `tcp: promoted`: 2 met, 0 not met, 1 not measured. ",
+			"| bad | ≥ 2 × pasta-tap | ×1.2: 12 against 10 Gbit/s | **not met** | ×2: 20 against 10 Gbit/s | met | [X](#run-x), [Y](#run-y) |\n",
+			"| daemon's | ≤ 60 MB | 61 MB | **not met** | | | [Y](#run-y) |\n",
+		}},
 	} {
-		assert.Contains(t, out.String(), want)
+		var out strings.Builder
+		writeTargets(&out, list, c.runs)
+		for _, want := range c.want {
+			assert.Contains(t, out.String(), want, c.name)
+		}
 	}
-	out.Reset()
+	var out strings.Builder
 	writeTargets(&out, list, []*run{mustRun(t, "other", "BenchmarkVM-2 1 1 Gbit/s\n")})
 	assert.Empty(t, out.String(), "a run of something else")
 }
