@@ -78,14 +78,19 @@ func newConn(t *Table, dst netip.AddrPort, done func(relay.GuestConn, error)) *C
 	return &Conn{table: t, remote: dst, done: done}
 }
 
-// connect sends the first segment.
-func (c *Conn) connect() {
-	c.mu.Lock()
-	c.head.init(&c.table.opts, c.port, c.remote)
-	c.una = c.table.isn(c.key)
+// begin makes c what connect and the guest's segments need, which may come from now on.
+func (c *Conn) begin(k key, port uint16) {
+	c.key, c.port = k, port
+	c.head.init(&c.table.opts, port, c.remote)
+	c.una = c.table.isn(k)
 	c.nxt, c.max = c.una+1, c.una+1
 	c.mss = leastMSS
 	c.rto = firstRTO
+}
+
+// connect sends the first segment.
+func (c *Conn) connect() {
+	c.mu.Lock()
 	c.sendSYN()
 	c.resend.set(c, c.rto)
 	c.unlock()

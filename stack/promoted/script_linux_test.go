@@ -34,7 +34,8 @@ type script struct {
 	now    time.Duration
 	timers []*fakeTimer
 	window int
-	opened int // and not freed
+	opened int    // and not freed
+	begun  func() // called amid Start, unless nil
 
 	mu     sync.Mutex
 	sent   []packet
@@ -68,7 +69,12 @@ func newScript(t *testing.T) *script {
 		Link: s, Clock: s, MAC: [6]byte{2, 0, 0, 0, 0, 1}, Addr: own, MTU: 1500, FirstPort: 2048, LastPort: 65535,
 		Window: func() int { return s.window },
 		Later:  func(f func()) { go f() },
-		Opened: func(netip.Addr) { s.opened++ },
+		Opened: func(netip.Addr) {
+			s.opened++
+			if s.begun != nil {
+				s.begun()
+			}
+		},
 		Closed: func(netip.Addr) {},
 		Freed:  func(netip.Addr) { s.opened-- },
 	})

@@ -151,8 +151,8 @@ func (t *Table) add(c *Conn) error {
 		if _, taken := t.conns[k]; taken {
 			continue
 		}
+		c.begin(k, port) // before the reader can find it: a guest may guess what comes
 		t.conns[k] = c
-		c.key, c.port = k, port
 		return nil
 	}
 	return syscall.EADDRNOTAVAIL
