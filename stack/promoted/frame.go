@@ -154,7 +154,8 @@ func (c *Conn) sendSYN() {
 	c.transmit(sc, c.una, flagSYN, nil)
 }
 
-// sendReset resets the guest's end, once the link has room for it.
+// sendReset resets the guest's end, once the link has room for it; a guest that remembers
+// another flow is told at once or not, for it may ask any number of times.
 func (c *Conn) sendReset(seq uint32) {
 	sc := scratches.Get().(*scratch)
 	defer scratches.Put(sc)
@@ -162,7 +163,7 @@ func (c *Conn) sendReset(seq uint32) {
 	if c.state == open {
 		flags |= flagACK
 	}
-	if !c.transmit(sc, seq, flags, nil) {
+	if !c.transmit(sc, seq, flags, nil) && c.state == open {
 		w := &lastWord{table: c.table, flow: uint32(c.key), head: bytes.Clone(sc.frame.segs[0])}
 		w.frames[0] = datapath.Frame{Hdr: sc.frame.frames[0].Hdr, Segs: [][]byte{w.head}, N: len(w.head)}
 		w.Room()

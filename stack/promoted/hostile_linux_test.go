@@ -33,3 +33,19 @@ func TestSegmentBeforeOurs(t *testing.T) {
 		})
 	}
 }
+
+// TestRememberedWithoutRoom has a guest take no frames and say again and again that it
+// remembers another flow: what is kept to answer it does not grow.
+func TestRememberedWithoutRoom(t *testing.T) {
+	s := newScript(t)
+	s.dial()
+	s.irs = s.expect(1)[0].seq
+	s.noRoom = true
+	for range 100 {
+		s.says(ack, 77, 4711, 100, "")
+	}
+	assert.LessOrEqual(t, s.waits, 1)
+	s.noRoom = false
+	s.waiter.Room()
+	assert.EqualValues(t, flagSYN, s.expect(1)[0].flags)
+}

@@ -41,6 +41,7 @@ type script struct {
 	sent   []packet
 	noRoom bool
 	waiter Waiter
+	waits  int // how often somebody was told to wait
 
 	iss uint32 // theirs
 	irs uint32 // ours
@@ -95,7 +96,10 @@ func (s *script) Send(_ uint32, frames []datapath.Frame, w Waiter) int {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.noRoom {
-		s.waiter = w
+		if w != nil {
+			s.waiter = w
+			s.waits++
+		}
 		return 0
 	}
 	for i := range frames {
