@@ -465,6 +465,7 @@ func (c *Conn) freeIfDone() {
 	}
 	switch {
 	case !c.finAcked():
+		c.lingering.setOnce(c, drainWait)
 	case !c.finTaken:
 		c.lingering.setOnce(c, finWait)
 	case c.finFirst:

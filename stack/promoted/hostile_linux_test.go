@@ -2,7 +2,9 @@ package promoted
 
 import (
 	"testing"
+	"time"
 
+	"github.com/culvertnet/culvert/stack/relay"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 )
@@ -48,4 +50,51 @@ func TestRememberedWithoutRoom(t *testing.T) {
 	s.noRoom = false
 	s.waiter.Room()
 	assert.EqualValues(t, flagSYN, s.expect(1)[0].flags)
+}
+
+// closing returns a flow that both sides have ended and that was closed; the guest has not
+// acknowledged our end, which is at 4.
+func closing(t *testing.T) *script {
+	t.Helper()
+	s := newScript(t)
+	s.connect(100)
+	s.copy()
+	s.clientSays("bye")
+	s.expect(1)
+	require.NoError(t, s.client.CloseWrite())
+	assert.Eventually(t, func() bool {
+		s.ours.ready(relay.ReadyRead | relay.ReadyEnd)
+		return len(s.ended[relay.HalfClient]) == 1
+	}, 5*time.Second, time.Millisecond)
+	require.NoError(t, s.conn.CloseWrite())
+	s.expect(1)
+	s.says(ack|flagFIN, 1, 4, 500, "", 101)
+	s.expect(1)
+	require.NoError(t, <-s.ended[relay.HalfGuest])
+	require.NoError(t, s.conn.Close())
+	return s
+}
+
+// TestEndAcknowledgedByAnOldSegment: the guest, which has not heard that its own end has
+// come, says so again, and with it that ours has.
+func TestEndAcknowledgedByAnOldSegment(t *testing.T) {
+	s := closing(t)
+	s.says(ack|flagFIN, 1, 5, 500, "", 102)
+	assert.EqualValues(t, 2, s.expect(1)[0].ack)
+	s.pass(timeWait)
+	assert.Zero(t, s.table.Stats().Flows)
+}
+
+// TestGuestThatNeverHasAll has a guest answer whatever it is sent, and never acknowledge
+// the end of a flow that is closed: it is given up.
+func TestGuestThatNeverHasAll(t *testing.T) {
+	s := closing(t)
+	for range 1000 {
+		s.pass(time.Second)
+		if s.table.Stats().Flows == 0 {
+			break
+		}
+		s.says(ack, 2, 4, 0, "", 102)
+	}
+	assert.Zero(t, s.table.Stats().Flows)
 }

@@ -82,6 +82,7 @@ func (c *Conn) takeOpen(s *Segment) {
 		c.ackNow = true
 		if before(s.seq, c.rcvNxt) {
 			c.takeAck(s) // it may say more than the one before
+			c.freeIfDone()
 		}
 		return
 	}

@@ -175,6 +175,9 @@ func (c *Conn) acked(n int, s *Segment) {
 		c.nxt = c.una
 	}
 	c.dups = 0
+	if c.closed {
+		c.lingering.stop() // for freeIfDone to set anew: the guest takes what there is
+	}
 	switch {
 	case c.recovering && !before(c.una, c.recovery):
 		c.recovering = false

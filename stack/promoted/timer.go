@@ -21,6 +21,10 @@ const (
 	// for the guest's last segment to be sent again once, at 20000 flows a second (C-19)
 	// 20000 ports.
 	timeWait = time.Second
+	// drainWait is how long a closed flow waits for a guest that acknowledges nothing of
+	// what is left for it, answer what it may: Linux gives up after 8 tries, some 100 s
+	// (tcp_orphan_retries).
+	drainWait = 2 * time.Minute
 	// finWait is how long a closed flow waits for the guest's end: Linux's
 	// tcp_fin_timeout.
 	finWait = time.Minute
@@ -111,6 +115,9 @@ func (c *Conn) expired() {
 		c.probeGuest(now)
 	}
 	if c.lingering.due(now) {
+		if !c.finAcked() {
+			c.reset(syscall.ETIMEDOUT)
+		}
 		c.die(syscall.ETIMEDOUT) // or in time
 	}
 	c.setTimer(now)
