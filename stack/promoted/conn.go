@@ -185,7 +185,7 @@ func (c *Conn) Room() {
 	switch {
 	case c.state == synSent && !c.freed:
 		c.sendSYN()
-	case c.missing && c.state == open && !c.freed:
+	case c.missing && c.una != c.max && c.state == open && !c.freed:
 		c.again(c.mss)
 	}
 	c.push(turnBytes)

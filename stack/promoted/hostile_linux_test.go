@@ -1,6 +1,7 @@
 package promoted
 
 import (
+	"strings"
 	"testing"
 	"time"
 
@@ -97,4 +98,25 @@ func TestGuestThatNeverHasAll(t *testing.T) {
 		s.says(ack, 2, 4, 0, "", 102)
 	}
 	assert.Zero(t, s.table.Stats().Flows)
+}
+
+// TestRoomAfterAll has the link take nothing of what is to be sent again, which the guest
+// then turns out to have: its window is not passed.
+func TestRoomAfterAll(t *testing.T) {
+	s := newScript(t)
+	s.connect(100)
+	s.copy()
+	s.clientSays(strings.Repeat("x", 14480+10_000))
+	s.expect(1)
+	s.noRoom = true
+	for range dupThreshold {
+		s.says(ack, 1, 1, 65535, "", 101)
+	}
+	require.True(t, s.conn.missing)
+	s.says(ack, 1, 14481, 0, "", 102)
+	s.noRoom = false
+	s.waiter.Room()
+	for _, p := range s.expect(0) {
+		assert.Empty(t, p.payload)
+	}
 }
