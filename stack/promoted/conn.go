@@ -47,6 +47,7 @@ type Conn struct {
 	toHost   stream
 	closed   bool // Close or Abort was called
 	freed    bool
+	reads    bool          // and its client had not read everything then
 	dirty    bool          // in a Batch
 	late     bool          // in the loop\'s list of those that acknowledge late
 	queued   bool          // in the Table's turns
@@ -226,7 +227,8 @@ func (c *Conn) free() {
 	c.stopTimers()
 	c.dropHeld()
 	c.early = early{}
-	c.table.remove(c)
+	c.reads = c.pending.size > 0 && !c.closed
+	c.table.remove(c, c.reads)
 	c.table.opts.Freed(c.remote.Addr())
 }
 
@@ -287,6 +289,9 @@ func (c *Conn) tell() {
 func (c *Conn) leave() {
 	if !c.closed {
 		c.closed = true
+		if c.reads {
+			c.table.forget(c)
+		}
 		c.table.opts.Closed(c.remote.Addr())
 	}
 }

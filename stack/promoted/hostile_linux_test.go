@@ -120,3 +120,25 @@ func TestRoomAfterAll(t *testing.T) {
 		assert.Empty(t, p.payload)
 	}
 }
+
+// TestTableClosedWhileClientReads closes the Table while a client has not read what came
+// before the guest's reset.
+func TestTableClosedWhileClientReads(t *testing.T) {
+	s := newScript(t)
+	s.connect(100)
+	s.copy()
+	chunk := strings.Repeat("y", 32<<10)
+	sent := uint32(0)
+	for s.conn.pending.size == 0 {
+		s.says(ack|flagPSH, 1+sent, 1, 500, chunk, 101)
+		sent += uint32(len(chunk))
+	}
+	s.says(flagRST, 1+sent, 1, 0, "", 101)
+	require.Empty(t, s.ended[relay.HalfGuest], "the client has not read all")
+	s.table.Close()
+	select {
+	case <-s.ended[relay.HalfGuest]:
+	case <-time.After(5 * time.Second):
+		t.Fatal("the flow has not ended")
+	}
+}

@@ -5,8 +5,10 @@ import (
 	"encoding/binary"
 	"fmt"
 	"hash/maphash"
+	"maps"
 	"net"
 	"net/netip"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"syscall"
@@ -81,7 +83,8 @@ type Table struct {
 
 	mu     sync.RWMutex
 	conns  map[key]*Conn
-	port   uint16 // the next to try
+	left   map[*Conn]struct{} // dead, but their clients have not read what came before
+	port   uint16             // the next to try
 	closed bool
 
 	loop   *loop // nil without Drive
@@ -103,7 +106,7 @@ type Stats struct {
 
 // NewTable returns an empty Table.
 func NewTable(o Options) *Table {
-	t := &Table{opts: o, seed: maphash.MakeSeed(), conns: make(map[key]*Conn), port: o.FirstPort}
+	t := &Table{opts: o, seed: maphash.MakeSeed(), conns: make(map[key]*Conn), left: make(map[*Conn]struct{}), port: o.FirstPort}
 	var b [4]byte
 	_, _ = rand.Read(b[:]) // never fails
 	t.stamp = binary.BigEndian.Uint32(b[:])
@@ -158,13 +161,24 @@ func (t *Table) add(c *Conn) error {
 	return syscall.EADDRNOTAVAIL
 }
 
-// remove forgets c.
-func (t *Table) remove(c *Conn) {
+// remove takes c's ports from it. One whose client still reads is kept for Close, until
+// forget.
+func (t *Table) remove(c *Conn, reads bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if t.conns[c.key] == c {
 		delete(t.conns, c.key)
 	}
+	if reads {
+		t.left[c] = struct{}{}
+	}
+}
+
+// forget ends remove.
+func (t *Table) forget(c *Conn) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	delete(t.left, c)
 }
 
 func (t *Table) find(k key) *Conn {
@@ -184,10 +198,8 @@ func (t *Table) Lookup(remote [4]byte, remotePort, port uint16) *Conn {
 func (t *Table) Close() {
 	t.mu.Lock()
 	t.closed = true
-	conns := make([]*Conn, 0, len(t.conns))
-	for _, c := range t.conns {
-		conns = append(conns, c)
-	}
+	conns := slices.AppendSeq(make([]*Conn, 0, len(t.conns)+len(t.left)), maps.Values(t.conns))
+	conns = slices.AppendSeq(conns, maps.Keys(t.left))
 	t.mu.Unlock()
 	for _, c := range conns {
 		c.Abort()
