@@ -142,3 +142,23 @@ func TestTableClosedWhileClientReads(t *testing.T) {
 		t.Fatal("the flow has not ended")
 	}
 }
+
+// TestClientGoneWithoutRoom has a client reset its connection while a guest that has taken
+// its window back is asked for room: the flow ends.
+func TestClientGoneWithoutRoom(t *testing.T) {
+	s := newScript(t)
+	s.connect(100)
+	s.copy()
+	s.clientSays(strings.Repeat("x", 10_000))
+	s.expect(1)
+	s.says(ack, 1, 1, 0, "", 101)
+	s.pass(time.Second)
+	require.Len(t, s.expect(1)[0].payload, 1)
+	s.says(ack, 1, 1, 0, "", 102)
+	require.NoError(t, s.client.SetLinger(0))
+	require.NoError(t, s.client.Close())
+	assert.Eventually(t, func() bool {
+		s.ours.ready(relay.ReadyRead | relay.ReadyWrite | relay.ReadyEnd)
+		return len(s.ended[relay.HalfClient]) == 1
+	}, 2*time.Second, time.Millisecond)
+}

@@ -443,10 +443,8 @@ func (c *Conn) found(n int, err error) bool {
 		c.readable = false
 		c.discard()
 	case err == io.EOF:
-		if c.nxt == c.max {
-			c.eof, c.end, c.readable, c.finished = true, c.max, false, false
-			c.toGuest.end(nil)
-		}
+		c.eof, c.end, c.readable, c.finished = true, c.max, false, false
+		c.toGuest.end(nil)
 	default:
 		c.toGuest.end(&relay.ClientError{Err: err})
 		c.finished = false
@@ -457,9 +455,9 @@ func (c *Conn) found(n int, err error) bool {
 // stuck is told that there is no room. An end of the client's stream needs none; a guest
 // that has said so long ago is asked.
 func (c *Conn) stuck() {
-	if c.finished && !c.eof && !c.toGuest.over && c.nxt == c.max && c.client != nil {
-		var b [1]byte
-		c.found(c.peek(b[:], c.spent+c.flight()-len(c.held)))
+	if c.finished && !c.eof && !c.toGuest.over && c.client != nil {
+		var b [1]byte // behind what was looked at
+		c.found(c.peek(b[:], c.spent+int(c.max-c.una)-len(c.held)))
 	}
 	if c.window == 0 && c.flight() == 0 && !c.resend.isSet() {
 		c.resend.set(c, c.rto)
