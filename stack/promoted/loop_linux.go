@@ -2,6 +2,7 @@ package promoted
 
 import (
 	"fmt"
+	"net"
 	"os"
 	"runtime"
 	"sync"
@@ -71,6 +72,7 @@ type loop struct {
 	wakefd int
 	parked atomic.Bool            // or about to be
 	ended  atomic.Bool            // the source is to be read once more, to tell
+	over   atomic.Bool            // the goroutine is to end
 	beside atomic.Pointer[func()] // see Beside
 	eager  int                    // see eagerAt
 	looks  int                    // in this sleep
@@ -78,8 +80,9 @@ type loop struct {
 	late   []late                 // flows that have something to acknowledge, the first that had first
 	done   chan struct{}
 
-	mu    sync.Mutex
-	conns map[int32]*Conn
+	mu     sync.Mutex // held during system calls of others than the goroutine, too
+	conns  map[int32]*Conn
+	closed bool
 }
 
 // Drive has one goroutine wait for everything that t's flows and source bring, until
@@ -124,14 +127,19 @@ func (l *loop) control(op, fd int, events uint32) error {
 	return os.NewSyscallError("epoll_ctl", unix.EpollCtl(l.epfd, op, fd, &unix.EpollEvent{Events: events, Fd: int32(fd)}))
 }
 
-// stop ends the goroutine and waits for it.
+// stop ends the goroutine and waits for it. Only then may another have the numbers of its
+// descriptors, which it uses as such.
 func (l *loop) stop() {
-	_ = l.epoll.Close()
+	l.over.Store(true)
+	l.wake()
 	<-l.done
 	l.close()
 }
 
 func (l *loop) close() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.closed = true
 	if l.epoll != nil {
 		_ = l.epoll.Close()
 	}
@@ -142,7 +150,12 @@ func (l *loop) close() {
 
 // wake has the loop look at what is not a descriptor's.
 func (l *loop) wake() {
-	if l.parked.Load() {
+	if !l.parked.Load() {
+		return
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if !l.closed {
 		_, _ = unix.Write(l.wakefd, []byte{1, 0, 0, 0, 0, 0, 0, 0})
 	}
 }
@@ -166,7 +179,7 @@ func (l *loop) run() {
 	n := 0
 	look := func() bool {
 		n = epollWait(l.epfd, events)
-		return n != 0 || l.table.queue.waiting() || l.ended.Load()
+		return n != 0 || l.table.queue.waiting() || l.ended.Load() || l.over.Load()
 	}
 	ready := func(uintptr) bool { l.looks++; return look() }
 	for ; ; l.round++ {
@@ -176,11 +189,11 @@ func (l *loop) run() {
 		} else {
 			l.acknowledge(true)
 			if !l.spin(look) && !l.sleep(raw, ready) {
-				return // closed
+				return
 			}
 		}
-		if n < 0 {
-			return // closed
+		if n < 0 || l.over.Load() {
+			return
 		}
 		for i := range events[:n] {
 			l.dispatch(&events[i])
@@ -206,7 +219,7 @@ func (l *loop) acknowledge(all bool) {
 	l.late = still
 }
 
-// sleep waits until ready. It returns false when the loop is to end.
+// sleep waits until ready. It returns false when that cannot be.
 func (l *loop) sleep(raw syscall.RawConn, ready func(uintptr) bool) bool {
 	l.parked.Store(true)
 	began := time.Now()
@@ -297,11 +310,8 @@ func readyOf(events uint32) (r relay.Ready) {
 func (l *loop) add(c *Conn) error {
 	var err error
 	if closed := c.client.Control(func(fd uintptr) {
-		l.mu.Lock()
-		l.conns[int32(fd)] = c
-		l.mu.Unlock()
 		c.fd = int(fd)
-		err = l.control(unix.EPOLL_CTL_ADD, int(fd), watchedAlways)
+		err = l.watch(unix.EPOLL_CTL_ADD, c, watchedAlways)
 	}); closed != nil {
 		return closed
 	}
@@ -311,11 +321,23 @@ func (l *loop) add(c *Conn) error {
 // addWrite has c's client watched for room, too. c.mu is held.
 func (l *loop) addWrite(c *Conn) (err error) {
 	if closed := c.client.Control(func(fd uintptr) {
-		err = l.control(unix.EPOLL_CTL_MOD, int(fd), watchedAlways|unix.EPOLLOUT)
+		c.fd = int(fd)
+		err = l.watch(unix.EPOLL_CTL_MOD, c, watchedAlways|unix.EPOLLOUT)
 	}); closed != nil {
 		return closed
 	}
 	return err
+}
+
+// watch has c's client, whose descriptor c.fd is, watched for events.
+func (l *loop) watch(op int, c *Conn, events uint32) error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.closed {
+		return net.ErrClosed
+	}
+	l.conns[int32(c.fd)] = c
+	return l.control(op, c.fd, events)
 }
 
 // remove forgets c's client, which goes, or has gone and perhaps left its number to

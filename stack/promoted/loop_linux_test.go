@@ -1,0 +1,47 @@
+package promoted
+
+import (
+	"net"
+	"testing"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"golang.org/x/sys/unix"
+)
+
+// A silent is a Source of no frames.
+type silent struct{ fd int }
+
+func (s silent) Control(f func(fd uintptr)) error { f(uintptr(s.fd)); return nil }
+func (s silent) Read() bool                       { return true }
+
+// TestLoopThatHasEnded tells a loop that has ended of this and that: its descriptors are
+// others' by now.
+func TestLoopThatHasEnded(t *testing.T) {
+	s := newScript(t)
+	source, err := unix.Eventfd(0, unix.EFD_CLOEXEC|unix.EFD_NONBLOCK)
+	require.NoError(t, err)
+	defer unix.Close(source)
+	require.NoError(t, s.table.Drive(silent{source}))
+	l := s.table.loop
+	wakefd := l.wakefd
+	s.table.Close()
+	l.parked.Store(true) // as who was about to wake it has seen it
+
+	other, err := unix.Eventfd(0, unix.EFD_CLOEXEC|unix.EFD_NONBLOCK)
+	require.NoError(t, err)
+	defer unix.Close(other)
+	if other != wakefd {
+		require.NoError(t, unix.Dup3(other, wakefd, unix.O_CLOEXEC))
+		defer unix.Close(wakefd)
+	}
+	s.table.End()
+	_, err = unix.Read(other, make([]byte, 8))
+	assert.ErrorIs(t, err, unix.EAGAIN, "it wrote to what is not its own")
+
+	_, ours := newSocket(t)
+	c := newConn(s.table, guest, nil)
+	c.client = ours
+	assert.ErrorIs(t, l.add(c), net.ErrClosed)
+	assert.ErrorIs(t, l.addWrite(c), net.ErrClosed)
+}
