@@ -6,10 +6,12 @@ import (
 	"io"
 	"net"
 	"sync"
+	"syscall"
 
 	"github.com/culvertnet/culvert/stack/relay"
 	"golang.org/x/sys/unix"
 	"gvisor.dev/gvisor/pkg/tcpip"
+	"gvisor.dev/gvisor/pkg/tcpip/transport/tcp"
 	"gvisor.dev/gvisor/pkg/waiter"
 )
 
@@ -56,6 +58,8 @@ func (r *socketReader) pump(budget int) (outcome, error) {
 	switch {
 	case r.c.closed.Load():
 		r.err = net.ErrClosed
+	case tcp.EndpointState(r.c.ep.State()) == tcp.StateError:
+		r.err = syscall.ECONNRESET
 	case r.k.deaf.Load():
 		r.err = r.k.clientGone(errDeaf)
 	default:

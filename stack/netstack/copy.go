@@ -144,14 +144,15 @@ func (k *flowCopy) clientReady(r relay.Ready) {
 	}
 }
 
-// guestReady is told of the endpoint, under its lock.
+// guestReady is told of the endpoint, under its lock. That it is no more ends the way to
+// the guest whatever it waits for: a client may neither send nor read.
 func (k *flowCopy) guestReady(mask waiter.EventMask) {
-	if mask&(waiter.ReadableEvents|waiter.EventHUp|waiter.EventErr) != 0 &&
+	over := mask&(waiter.EventHUp|waiter.EventErr) != 0
+	if (over || mask&waiter.ReadableEvents != 0) &&
 		!k.toHost.idleButFor(waitGuest) && k.toHost.wake() {
 		k.later(&k.toHost)
 	}
-	if mask&(waiter.WritableEvents|waiter.EventHUp|waiter.EventErr) != 0 &&
-		!k.toGuest.idleButFor(waitGuest) && k.toGuest.wake() {
+	if (over || mask&waiter.WritableEvents != 0 && !k.toGuest.idleButFor(waitGuest)) && k.toGuest.wake() {
 		k.later(&k.toGuest)
 	}
 }

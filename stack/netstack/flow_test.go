@@ -6,6 +6,7 @@ import (
 	"io"
 	"net"
 	"os"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -480,6 +481,7 @@ func TestFlowReset(t *testing.T) {
 			t.Run(by+"/"+s.name, func(t *testing.T) {
 				eachBed(t, 256, func(t *testing.T, b *flowBed) {
 					client, server := b.pairs(7)()
+					b.ours(client) // a reset before that is a refusal
 					s.reach(t, client, server)
 					one, other, end := client, server, relay.EndClientReset
 					if by == "guest" {
@@ -595,6 +597,35 @@ func TestFlowStackClosed(t *testing.T) {
 				assert.Zero(t, b.host.Stats().Flows)
 			})
 		})
+	}
+}
+
+// What a client does not read keeps no flow: neither of a guest that resets it, unless the
+// client has ended its stream and may yet read, nor of a stack that is closed, whether the
+// guest has reset it before or not.
+func TestFlowUnread(t *testing.T) {
+	for _, by := range []string{"guest", "stack", "guest and stack"} {
+		for _, s := range flowStates {
+			if !strings.Contains(s.name, "full to client") || by == "guest" && s.over == "client" {
+				continue
+			}
+			t.Run(by+"/"+s.name, func(t *testing.T) {
+				eachBed(t, 256, func(t *testing.T, b *flowBed) {
+					client, server := b.pairs(7)()
+					s.reach(t, client, server)
+					if by != "stack" {
+						resets := b.host.Stats().ResetsReceived
+						server.reset()
+						b.eventually("the reset has come", func() bool { return b.host.Stats().ResetsReceived > resets })
+					}
+					if by != "guest" {
+						require.NoError(t, b.host.Close())
+					}
+					b.mustEnd(relay.EndAborted, relay.EndGuestReset)
+					b.eventually("no flow is left", func() bool { return b.host.Stats().Flows == 0 && b.live() == 0 })
+				})
+			})
+		}
 	}
 }
 

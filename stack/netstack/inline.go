@@ -2,7 +2,9 @@ package netstack
 
 import (
 	"encoding/binary"
+	"maps"
 	"net/netip"
+	"slices"
 	"sync"
 
 	"gvisor.dev/gvisor/pkg/tcpip/header"
@@ -67,6 +69,13 @@ func (i *inlined) find(t tuple) *Conn {
 	i.mu.RLock()
 	defer i.mu.RUnlock()
 	return i.flows[t]
+}
+
+// all returns them.
+func (i *inlined) all() []*Conn {
+	i.mu.RLock()
+	defer i.mu.RUnlock()
+	return slices.Collect(maps.Values(i.flows))
 }
 
 // inline has the reader work on the segments from c's peer, dst, until c is

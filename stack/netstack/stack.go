@@ -235,6 +235,9 @@ func (s *Stack) Close() error {
 		if s.link.promoted != nil {
 			s.link.promoted.Close()
 		}
+		for _, c := range s.link.inlined.all() {
+			c.Abort() // also one that was reset and whose client has not read what came before
+		}
 		s.net.Close() // resets flows while the attachment still carries the resets
 		s.link.att.Close()
 		// Our goroutines first: net.Wait waits for them too, but under the
