@@ -243,6 +243,7 @@ func (s *Stack) Close() error {
 		// Our goroutines first: net.Wait waits for them too, but under the
 		// stack's lock, which one of them may want for its last packet.
 		s.link.Wait()
+		s.abortLate()
 		s.net.Wait()
 		s.link.udp.drain() // tells flows that they have ended
 		s.runner.wait()
@@ -250,6 +251,16 @@ func (s *Stack) Close() error {
 		s.link.end(datapath.ErrClosed)
 	})
 	return nil
+}
+
+// abortLate resets endpoints that came into being while net.Close reset those that it
+// knew: what a listener accepts, of the demo's guest or a test's. net.Wait waits for
+// their ends. No frame comes any more, and once the processors have ended nothing does.
+func (s *Stack) abortLate() {
+	s.net.TransportProtocolInstance(tcp.ProtocolNumber).Wait()
+	for _, ep := range s.net.RegisteredEndpoints() {
+		ep.Abort()
+	}
 }
 
 // sendARP sends an ARP packet of ours.

@@ -9,6 +9,9 @@ import (
 	"io"
 	"net"
 	"net/netip"
+	"runtime"
+	"sync"
+	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
@@ -444,4 +447,40 @@ func TestFB013_ResetToldTwice(t *testing.T) {
 	assert.ErrorIs(t, err, syscall.ECONNRESET)
 	_, ours := clientPair(t)
 	assert.ErrorIs(t, <-copies(c, ours)[relay.HalfGuest], syscall.ECONNRESET)
+}
+
+// TestCloseAmidHandshakes closes a stack that listens while connections to it come about:
+// those, too, that have not when it resets what it has.
+func TestCloseAmidHandshakes(t *testing.T) {
+	for range less(unraced(200, 50), 20) {
+		host, guest := twoStacks(t, memory.Options{})
+		serve(t, guest, 7, func(c net.Conn) { _, _ = io.Copy(io.Discard, c) })
+		var wg sync.WaitGroup
+		var dialed atomic.Int64
+		ctx, cancel := context.WithCancel(t.Context())
+		for range 16 {
+			wg.Go(func() {
+				for ctx.Err() == nil {
+					c, err := host.DialTCP(ctx, netip.AddrPortFrom(guestAddr.Addr(), 7))
+					if err == nil {
+						dialed.Add(1)
+						defer c.Abort()
+					}
+				}
+			})
+		}
+		for dialed.Load() < 32 {
+			runtime.Gosched()
+		}
+		closed := make(chan struct{})
+		go func() { defer close(closed); assert.NoError(t, guest.Close()) }()
+		select {
+		case <-closed:
+		case <-time.After(flowPatience):
+			t.Fatal("Close waits for what it has not reset")
+		}
+		cancel()
+		wg.Wait()
+		require.NoError(t, host.Close())
+	}
 }
