@@ -197,7 +197,8 @@ func (o *outbound) run() {
 	}
 }
 
-// tellWaiters tells who waits for room that there may be some.
+// tellWaiters tells who waits for room that there may be some, one after the other until
+// there is none again: each costs a try, and there may be as many as flows.
 func (o *outbound) tellWaiters() {
 	o.mu.Lock()
 	o.rooms.Add(1)
@@ -207,9 +208,24 @@ func (o *outbound) tellWaiters() {
 		o.stuck.Store(0) // who finds no room again says so
 	}
 	o.mu.Unlock()
-	for _, w := range waiters {
+	for i, w := range waiters {
 		w.Room()
+		if o.waitMore(waiters[i+1:]) {
+			return
+		}
 	}
+}
+
+// waitMore has those wait on, before others, if somebody has found no room since they were
+// taken: Room fires again then, or there is a kick.
+func (o *outbound) waitMore(first []promoted.Waiter) bool {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if len(o.waiters) == 0 {
+		return false
+	}
+	o.waiters = append(first, o.waiters...)
+	return true
 }
 
 // drain hands over what waits, in order, as far as there is room.
