@@ -76,7 +76,7 @@ bench: need-go
 # peer that is missing or, tried four times, cannot do a thing is left out with a line that says why. Memory is
 # measured once: it does not depend on how busy the machine is.
 PEERS ?= TCPStream|PingPong|Connect|UDP
-PEERS_ONCE ?= IdleFlow|Publish
+PEERS_ONCE ?= IdleFlow|Publish|PublishCommand
 bench-peers: need-go
 	contrib/install-deps.sh bench
 	@set -e; dir=bench/results/$$(date +%F)-$$(git rev-parse --short HEAD)-peers; mkdir -p $$dir; \

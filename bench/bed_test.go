@@ -99,7 +99,7 @@ func (b *bed) check(tb testing.TB, err error) {
 }
 
 // tries is how often a measurement of somebody else's is begun at most.
-const tries = 4
+const tries = 2
 
 // try measures once and returns what befell it. Of somebody else's it begins again
 // until nothing does, and says in a line how often and why: a peer that stumbles

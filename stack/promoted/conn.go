@@ -49,7 +49,7 @@ type Conn struct {
 	freed    bool
 	reads    bool          // and its client had not read everything then
 	dirty    bool          // in a Batch
-	late     bool          // in the loop\'s list of those that acknowledge late
+	late     bool          // in the loop's list of those that acknowledge late
 	queued   bool          // in the Table's turns
 	awaiting bool          // waits for room on the link
 	gone     chan struct{} // closed when the flow is dead; nil while nobody waits for that
