@@ -226,6 +226,8 @@ func (w *socketWriter) pump(budget int) (outcome, error) {
 	w.turn = budget
 	if w.k.deaf.Load() {
 		w.err = w.k.clientGone(errDeaf)
+	} else if w.k.reset.Load() {
+		w.err = w.k.clientGone(unix.ECONNRESET)
 	} else if err := w.k.client.Control(w.try); err != nil {
 		w.err = w.k.clientGone(err)
 	}

@@ -102,6 +102,8 @@ type flowCopy struct {
 	// finished says that the client has ended its stream, or worse: there is
 	// something behind what a read has brought.
 	finished atomic.Bool
+	// reset says that the client has reset the connection.
+	reset atomic.Bool
 	// deaf says that the client's socket cannot be watched.
 	deaf atomic.Bool
 }
@@ -141,6 +143,24 @@ func (k *flowCopy) clientReady(r relay.Ready) {
 	}
 	if r&relay.ReadyWrite != 0 && !k.toHost.idleButFor(waitClient) && k.toHost.wake() {
 		k.run(&k.toHost, inlineBytes)
+	}
+	if r&relay.ReadyEnd != 0 {
+		k.lookForReset()
+	}
+}
+
+// lookForReset ends the way to the client which has reset the connection while the guest
+// has no room for what it had sent before: no read tells of it. (Where we have ended the
+// stream to the client, its own end looks the same.)
+func (k *flowCopy) lookForReset() {
+	if k.toGuest.state.Load() == dirOver || k.toHost.state.Load() == dirOver {
+		return
+	}
+	if w, ok := k.client.(relay.Watcher); ok && w.Gone() {
+		k.reset.Store(true)
+		if k.toHost.wake() {
+			k.run(&k.toHost, inlineBytes)
+		}
 	}
 }
 

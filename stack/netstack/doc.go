@@ -17,6 +17,8 @@
 //     (DialContext), which need deadlines. Conn copies straight between a host
 //     socket and the endpoint's own chunks (copy.go), without a goroutine a flow.
 //   - Its processors, where the reader of frames can do their work (inline.go).
+//   - Its TCP altogether, for the flows to a guest whose flows are promoted
+//     (promoted.go): those are package promoted's, which shares the link.
 //
 // # Theory of operation
 //
@@ -33,7 +35,8 @@
 // their own: gVisor clones the view its headers live in. The same goroutine goes
 // on with what the batch brought about: segments are worked off (inline.go), and
 // flows that have something for their client, or room for more of it, move it
-// (runner.go, copy.go).
+// (runner.go, copy.go). Where flows are promoted and the transport can be polled, the
+// loop of their package reads in its place (drive.go).
 //
 // gVisor's time is the stack's own (clock.go): it stands while the guest is
 // paused, so that no flow ends because a paused guest does not answer (C-28).

@@ -629,6 +629,26 @@ func TestFlowUnread(t *testing.T) {
 	}
 }
 
+// A client that resets is seen though the guest reads nothing, and so nobody the client's
+// bytes (C-16).
+func TestFlowLeft(t *testing.T) {
+	for _, s := range flowStates {
+		if s.over != "" || !strings.Contains(s.name, "full") {
+			continue
+		}
+		t.Run(s.name, func(t *testing.T) {
+			eachBed(t, 256, func(t *testing.T, b *flowBed) {
+				client, server := b.pairs(7)()
+				b.ours(client)
+				s.reach(t, client, server)
+				client.reset()
+				b.mustEnd(relay.EndClientReset)
+				b.eventually("no flow is left", func() bool { return b.host.Stats().Flows == 0 && b.live() == 0 })
+			})
+		})
+	}
+}
+
 // Short connections, one after the other and many at once, whichever end is the
 // first to close; the ports of the flows before are used again, also those the guest
 // still keeps in TIME_WAIT.

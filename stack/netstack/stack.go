@@ -208,7 +208,6 @@ func (s *Stack) Stats() Stats {
 		st.Endpoints += p.Flows
 		st.Retransmits += p.Retransmits
 		st.ResetsReceived += p.Resets
-		st.SegmentsDropped += p.OutOfOrder
 	}
 	return st
 }

@@ -362,8 +362,24 @@ func (c *Conn) clientReady(r relay.Ready) {
 		c.full = false
 		c.drain()
 	}
+	if r&relay.ReadyEnd != 0 {
+		c.lookForReset()
+	}
 	c.acknowledge()
 	c.unlock()
+}
+
+// lookForReset ends the flow whose client has reset the connection while the guest has
+// no room for what it had sent before: no read tells of it. (Where we have ended the
+// stream to the client, its own end looks the same.) c.mu is held.
+func (c *Conn) lookForReset() {
+	if c.toGuest.over || c.toHost.over || c.client == nil {
+		return
+	}
+	if w, ok := c.client.(relay.Watcher); ok && w.Gone() {
+		c.toHost.end(&relay.ClientError{Err: syscall.ECONNRESET})
+		c.pending.clear()
+	}
 }
 
 // clientGone ends both streams because the client's socket gives err. c.mu is held.

@@ -26,13 +26,14 @@
 // it remembers only if it is newer (RFC 6191).
 //
 // A Conn has a lock and no goroutine. Who brings an event runs what follows from
-// it: the reader of frames, the goroutine of the clients' sockets, a timer. The
-// reader leaves acknowledging, and sending what acknowledgements allow, to the end
-// of its batch (Batch.End), so that many segments are answered by one. A flow that
-// has more to send than a turn of it is continued by the Table's worker, in turn with
-// others.
+// it: the reader of frames, the goroutine of the clients' sockets, a timer. Where the
+// link can be waited for, the first two are one (loop_linux.go). The reader leaves
+// acknowledging, and sending what acknowledgements allow, to the end of its batch
+// (Batch.End), so that many segments are answered by one. A flow that has more to send
+// than a turn of it has another in its turn with others (turns.go).
 //
 // The guest is an adversary. What comes of it is a Segment, read once from a frame
-// that was checked. It can cost a flow its own traffic, and us at most Options.Window
-// bytes a flow from it and what maxHeld and maxLinger allow towards it.
+// that was checked. It can cost a flow its own traffic, and us at most twice
+// Options.Window bytes a flow from it (pending and early) and what maxHeld and maxLinger
+// allow towards it.
 package promoted

@@ -367,21 +367,47 @@ func (e *early) take() Segment {
 
 // A pending is bytes that the client has not taken, in chunks.
 type pending struct {
-	chunks [][]byte
+	chunks []chunk
 	size   int
 }
 
-// chunkSize is that of a super-frame's payload.
-const chunkSize = 64 << 10
+// A chunk is some of them, in memory that is pooled if it is large.
+type chunk struct {
+	bytes  []byte
+	pooled *[chunkSize]byte
+}
+
+const (
+	// chunkSize is that of a super-frame's payload.
+	chunkSize = 64 << 10
+	// leastChunk is what the first few bytes take.
+	leastChunk = 4 << 10
+)
 
 var chunks = sync.Pool{New: func() any { return new([chunkSize]byte) }}
 
+// newChunk returns an empty chunk for n bytes at least, or a pooled one's.
+func newChunk(n int) chunk {
+	if n <= chunkSize/2 {
+		return chunk{bytes: make([]byte, 0, max(n, leastChunk))}
+	}
+	b := chunks.Get().(*[chunkSize]byte)
+	return chunk{b[:0], b}
+}
+
+func (c *chunk) free() {
+	if c.pooled != nil {
+		chunks.Put(c.pooled)
+	}
+	*c = chunk{}
+}
+
 func (p *pending) add(b []byte) {
 	for len(b) > 0 {
-		if k := len(p.chunks); k == 0 || len(p.chunks[k-1]) == cap(p.chunks[k-1]) {
-			p.chunks = append(p.chunks, chunks.Get().(*[chunkSize]byte)[:0])
+		if k := len(p.chunks); k == 0 || len(p.chunks[k-1].bytes) == cap(p.chunks[k-1].bytes) {
+			p.chunks = append(p.chunks, newChunk(len(b)))
 		}
-		last := &p.chunks[len(p.chunks)-1]
+		last := &p.chunks[len(p.chunks)-1].bytes
 		n := min(len(b), cap(*last)-len(*last))
 		*last = append(*last, b[:n]...)
 		b = b[n:]
@@ -389,7 +415,7 @@ func (p *pending) add(b []byte) {
 	}
 }
 
-func (p *pending) front() []byte { return p.chunks[0] }
+func (p *pending) front() []byte { return p.chunks[0].bytes }
 
 // drop forgets the first n bytes, of the first chunk.
 func (p *pending) drop(n int) {
@@ -397,15 +423,20 @@ func (p *pending) drop(n int) {
 		return
 	}
 	p.size -= n
-	if n < len(p.chunks[0]) {
-		p.chunks[0] = p.chunks[0][n:]
+	first := &p.chunks[0]
+	if n < len(first.bytes) {
+		first.bytes = first.bytes[n:]
 		return
 	}
-	p.chunks[0] = nil
-	p.chunks = p.chunks[1:]
-	if len(p.chunks) == 0 {
+	first.free()
+	if p.chunks = p.chunks[1:]; len(p.chunks) == 0 {
 		p.chunks = nil
 	}
 }
 
-func (p *pending) clear() { *p = pending{} }
+func (p *pending) clear() {
+	for i := range p.chunks {
+		p.chunks[i].free()
+	}
+	*p = pending{}
+}

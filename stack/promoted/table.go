@@ -101,7 +101,7 @@ type Stats struct {
 	Retransmits uint64 // segments, or super-frames, sent again
 	Resets      uint64 // received
 	Timeouts    uint64 // retransmission time-outs
-	OutOfOrder  uint64 // segments dropped because one before them is missing
+	OutOfOrder  uint64 // segments that came before their turn
 }
 
 // NewTable returns an empty Table.
