@@ -343,7 +343,11 @@ func TestStormThatIsCutOff(t *testing.T) {
 		"then detached": func(f *Forwarder, l *stormLink) { _ = l.host.Close(); f.DetachVM("default") },
 	} {
 		t.Run(name, func(t *testing.T) {
-			for round := range 4 {
+			rounds := 4
+			if testing.Short() {
+				rounds = 2
+			}
+			for round := range rounds {
 				l := newStormLink(t, 1)
 				f, s := mustForwarder(t, Options{Timeouts: Timeouts{Drain: time.Millisecond}}), &storm{cut: true}
 				l.serve(t, 80, s.guest(t, ""))
