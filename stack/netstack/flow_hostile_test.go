@@ -778,7 +778,7 @@ func TestFlowWindowTakenBack(t *testing.T) {
 // before each, holds no more memory than a window's worth of bytes may (C-17, C-47).
 func TestC47_CrumbsAreBounded(t *testing.T) {
 	if testing.Short() {
-		t.Skip("takes as many crumbs as would be too much")
+		t.Skip("takes as many crumbs as would be too much: run without -short")
 	}
 	// A share of 8 MiB, twice over for what a byte may hold, and as much again for the
 	// heap of everything else. All crumbs would take 100 MB, at some 500 bytes each.

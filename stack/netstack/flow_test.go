@@ -219,7 +219,7 @@ func TestFlowOverBadLink(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			if testing.Short() && !c.hurried {
-				t.Skip("takes seconds")
+				t.Skip("takes seconds: run without -short")
 			}
 			eachBed(t, 16, func(t *testing.T, b *flowBed) {
 				next := b.pairs(7)
@@ -262,7 +262,7 @@ func TestFlowOverBadLink(t *testing.T) {
 // A link that loses everything for a while loses no flow.
 func TestFlowOverDeadLink(t *testing.T) {
 	if testing.Short() {
-		t.Skip("takes seconds")
+		t.Skip("takes seconds: run without -short")
 	}
 	eachBed(t, 256, func(t *testing.T, b *flowBed) {
 		next := b.pairs(7)
