@@ -11,9 +11,6 @@ const (
 	// to its client and lets them go, so a few pieces of memory that stay in the
 	// processor's cache do for all of them: 2 x 64 KiB.
 	bulkBatch = 2
-	// One frame is read at once where the last wait has brought no more: a second try,
-	// which would find nothing, costs as much as the first.
-
 	// driveTurn is how many bytes are read before others have their turn.
 	driveTurn = 256 << 10
 )
@@ -66,6 +63,8 @@ func (d *driven) Read() bool {
 		}
 		read += bytes
 		d.takeBatch(n)
+		// One frame is read at once where the last wait has brought no more: a second
+		// try, which would find nothing, costs as much as the first.
 		full, one := n == d.batch, d.batch == 1
 		switch {
 		case bytes > n*longFrame:

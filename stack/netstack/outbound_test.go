@@ -45,6 +45,7 @@ func TestWaitersTakeTurns(t *testing.T) {
 		(&sending{out: out, left: 3, sent: &sent}).Room()
 	}
 	for range 3 * all {
+		assert.NotZero(t, out.stuck.Load(), "a guest that takes nothing shows (Stalled)")
 		link.room, link.tries = 1, 0
 		out.tellWaiters()
 		assert.LessOrEqual(t, link.tries, 2)
@@ -56,4 +57,5 @@ func TestWaitersTakeTurns(t *testing.T) {
 	}
 	assert.Len(t, sent, 3*all)
 	assert.Empty(t, out.waiters)
+	assert.Zero(t, out.stuck.Load())
 }
