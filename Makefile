@@ -73,7 +73,7 @@ bench: need-go
 	go run ./bench/report $(RUNS) $$dir > BENCHMARKS.md
 
 # What others do on the same machine in the same minutes: at a second a cell a round takes about two and a half. A
-# peer that is missing or, tried four times, cannot do a thing is left out with a line that says why. Memory is
+# peer that is missing or, tried twice, cannot do a thing is left out with a line that says why. Memory is
 # measured once: it does not depend on how busy the machine is.
 PEERS ?= TCPStream|PingPong|Connect|UDP
 PEERS_ONCE ?= IdleFlow|Publish|PublishCommand

@@ -526,7 +526,8 @@ func TestPeerGoneWhileFull(t *testing.T) {
 			datapathtest.Leaks(t)
 			a, p := mustAttach(t, connected)
 			wrote := make(chan error)
-			full := make(chan struct{})
+			// Room for the one word: whoever says it may be ahead of whoever waits for it, and says it once.
+			full := make(chan struct{}, 1)
 			go func() {
 				q := a.QueuePairs()[0]
 				for {
