@@ -89,7 +89,7 @@ func (c *Conn) begin(k key, port uint16) {
 
 // connect sends the first segment.
 func (c *Conn) connect() {
-	c.mu.Lock()
+	c.lock()
 	c.sendSYN()
 	c.resend.set(c, c.rto)
 	c.unlock()
@@ -98,7 +98,7 @@ func (c *Conn) connect() {
 // take takes a segment. It reports whether the caller has to settle: whether c is in
 // no other batch.
 func (c *Conn) take(s *Segment) bool {
-	c.mu.Lock()
+	c.mu.Lock() // and not lock: this is what gathers
 	defer c.unlock()
 	c.heard = c.table.opts.Clock.Now()
 	c.unanswered = 0
@@ -149,14 +149,14 @@ func (c *Conn) takeAnswer(s *Segment) {
 
 // settle answers the segments of a batch. Where there is a loop it runs on it.
 func (c *Conn) settle() {
-	c.mu.Lock()
+	c.lock()
 	c.dirty = false
 	if c.state == open && c.done != nil {
 		done := c.done
 		c.done = nil
 		c.mu.Unlock()
 		done(c, nil) // and so perhaps Copy
-		c.mu.Lock()
+		c.lock()
 	}
 	c.push(turnBytes)
 	if l := c.table.loop; l == nil || !c.ackNow || int(c.rcvNxt-c.ackSent) >= lateBytes {
@@ -170,7 +170,7 @@ func (c *Conn) settle() {
 
 // turn has c move what it may at once.
 func (c *Conn) turn() {
-	c.mu.Lock()
+	c.lock()
 	c.queued = false
 	c.push(turnBytes)
 	c.acknowledge()
@@ -179,7 +179,7 @@ func (c *Conn) turn() {
 
 // Room implements Waiter.
 func (c *Conn) Room() {
-	c.mu.Lock()
+	c.lock()
 	c.awaiting = false
 	switch {
 	case c.state == synSent && !c.freed:
@@ -210,7 +210,7 @@ func (c *Conn) die(err error) {
 
 // forget frees a flow that lingers after its end.
 func (c *Conn) forget() {
-	c.mu.Lock()
+	c.lock()
 	c.die(net.ErrClosed)
 	c.unlockLater()
 }
@@ -228,6 +228,13 @@ func (c *Conn) free() {
 	c.reads = c.pending.size > 0 && !c.closed
 	c.table.remove(c, c.reads)
 	c.table.opts.Freed(c.remote.Addr())
+}
+
+// lock takes c.mu, for all but take: what that has gathered goes to the client before
+// anything else happens to the flow.
+func (c *Conn) lock() {
+	c.mu.Lock()
+	c.flush()
 }
 
 // unlock lets c.mu go and tells what has ended meanwhile.
@@ -259,7 +266,7 @@ func (c *Conn) news() bool {
 
 // tell tells what has ended, in the order that leaves the client what was sent to it.
 func (c *Conn) tell() {
-	c.mu.Lock()
+	c.lock()
 	if done := c.done; done != nil && c.state == dead {
 		c.done = nil
 		err := c.err
@@ -316,7 +323,7 @@ func (c *Conn) freeIfDone() {
 // Unreachable tells a flow that the guest has not answered that it cannot: a router
 // behind the node says so (RFC 1122, 4.2.3.9).
 func (c *Conn) Unreachable(err error) {
-	c.mu.Lock()
+	c.lock()
 	defer c.unlock()
 	if c.state == synSent {
 		c.die(err)

@@ -2,6 +2,7 @@ package promoted
 
 import (
 	"bytes"
+	"fmt"
 	"net"
 	"strings"
 	"syscall"
@@ -463,6 +464,91 @@ func TestSlowClient(t *testing.T) {
 	assert.Zero(t, s.conn.pending.size)
 }
 
+// TestBatch has a batch bring many segments, and whatever else may happen to the flow
+// before it ends: the client has what came before, in order.
+func TestBatch(t *testing.T) {
+	const segments = 3*maxGathered + 1
+	want := ""
+	for i := range segments {
+		want += fmt.Sprintf("segment %02d ", i)
+	}
+	size := uint32(len(want) / segments)
+	for name, tc := range map[string]struct {
+		then  func(s *script)
+		ended map[relay.Half]error
+	}{
+		"nothing else": {then: func(*script) {}},
+		"the guest's end": {
+			func(s *script) { s.brings(ack|flagFIN, 1+segments*size, 1, 500, "", 101) },
+			map[relay.Half]error{relay.HalfGuest: nil},
+		},
+		"a reset": {
+			func(s *script) { s.brings(flagRST, 1+segments*size, 1, 0, "", 101) },
+			map[relay.Half]error{relay.HalfGuest: syscall.ECONNRESET, relay.HalfClient: syscall.ECONNRESET},
+		},
+		"the client's end": {
+			func(s *script) {
+				require.NoError(s.t, s.client.CloseWrite())
+				require.Eventually(s.t, func() bool { s.ours.ready(relay.ReadyRead); return len(s.ended[relay.HalfClient]) == 1 }, 5*time.Second, time.Millisecond)
+			},
+			map[relay.Half]error{relay.HalfClient: nil},
+		},
+		"a close": {
+			func(s *script) { require.NoError(s.t, s.conn.Close()) },
+			map[relay.Half]error{relay.HalfGuest: net.ErrClosed, relay.HalfClient: net.ErrClosed},
+		},
+		"an abort": {
+			func(s *script) { s.conn.Abort() },
+			map[relay.Half]error{relay.HalfGuest: net.ErrClosed, relay.HalfClient: net.ErrClosed},
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := newScript(t)
+			s.connect(100)
+			s.copy()
+			for i := range uint32(segments) {
+				s.brings(ack|flagPSH, 1+i*size, 1, 500, want[i*size:(i+1)*size], 101)
+			}
+			tc.then(s)
+			s.end()
+			assert.Equal(t, want, s.clientReads(len(want)))
+			for half, err := range tc.ended {
+				assert.ErrorIs(t, <-s.ended[half], err)
+			}
+			assert.Zero(t, s.conn.gathered)
+			s.conn.Abort()
+		})
+	}
+}
+
+// TestSlowClientBatches has a client whose socket fills up amid a batch: what it has no
+// room for is kept, though the frames are gone.
+func TestSlowClientBatches(t *testing.T) {
+	s := newScript(t)
+	s.window = 4 << 20
+	s.connect(100)
+	s.copy()
+	var want strings.Builder
+	for batch := 0; s.conn.pending.size < 1<<20; batch++ {
+		require.Less(t, batch, 1000, "the client's socket never filled up")
+		for i := range maxGathered - 1 {
+			chunk := strings.Repeat(string(rune('a'+(batch+i)%26)), 32<<10)
+			s.brings(ack|flagPSH, 1+uint32(want.Len()), 1, 500, chunk, 101)
+			want.WriteString(chunk)
+		}
+		s.end()
+		p := s.expect(1)[0]
+		require.EqualValues(t, 1+want.Len(), p.ack)
+	}
+	got := ""
+	for len(got) < want.Len() {
+		got += s.clientReads(min(64<<10, want.Len()-s.conn.pending.size-len(got)))
+		s.ours.ready(relay.ReadyWrite)
+	}
+	assert.True(t, want.String() == got, "the client has what the guest has sent")
+}
+
+// TestKeepAlive has a silent guest probed
 // TestKeepAlive has a silent guest probed, and given up within 90 s (C-14).
 func TestKeepAlive(t *testing.T) {
 	s := newScript(t)

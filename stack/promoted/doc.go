@@ -14,10 +14,11 @@
 // bytes with nothing else under way, is read at once and kept (held), for that
 // costs two system calls less. See send.go.
 //
-// Towards the client bytes go from the guest's frame straight into the socket.
-// What it does not take waits (pending), and the window that the guest is shown is
-// less by as much: a flow keeps no more than it has promised to take. Segments
-// that come before their turn wait too, within that window (early). See receive.go.
+// Towards the client bytes go from the guest's frames straight into the socket, those of
+// a batch at once (gathered): what costs is to wake the client. What it does not take
+// waits (pending), and the window that the guest is shown is less by as much: a flow
+// keeps no more than it has promised to take. Segments that come before their turn wait
+// too, within that window (early). See receive.go.
 //
 // One link, one round trip of microseconds: there is no selective acknowledgement,
 // and the congestion window (RFC 5681, slow start and halving) is there for what

@@ -12,7 +12,7 @@ import (
 
 // Copy implements relay.GuestConn. The client is a relay.Pollable, a socket.
 func (c *Conn) Copy(client relay.Conn, ended func(relay.Half, error)) {
-	c.mu.Lock()
+	c.lock()
 	c.client = client.(relay.Pollable)
 	c.ended = ended
 	c.sending, c.taking = c.pushTo, c.drainTo
@@ -29,7 +29,7 @@ func (c *Conn) Copy(client relay.Conn, ended func(relay.Half, error)) {
 	c.drain()
 	c.unlock()
 	if err := c.watch(client.(relay.Pollable)); err != nil {
-		c.mu.Lock()
+		c.lock()
 		c.clientGone(err)
 		c.unlock()
 	}
@@ -40,7 +40,7 @@ func (c *Conn) watch(client relay.Pollable) error {
 	if c.table.loop == nil {
 		return client.Watch(c.clientReady)
 	}
-	c.mu.Lock()
+	c.lock()
 	defer c.mu.Unlock()
 	if c.client == nil {
 		return nil // closed meanwhile
@@ -58,7 +58,7 @@ func (c *Conn) dropClient() {
 
 // clientReady is told of the client's socket.
 func (c *Conn) clientReady(r relay.Ready) {
-	c.mu.Lock()
+	c.lock()
 	if r&relay.ReadyClosed != 0 {
 		c.toGuest.end(net.ErrClosed)
 		c.toHost.end(net.ErrClosed)
@@ -112,7 +112,7 @@ func (c *Conn) SetMeters(read, written *relay.Meter) { c.fromGuest, c.towards = 
 
 // CloseWrite implements relay.Side: the guest reads what was sent, and the end.
 func (c *Conn) CloseWrite() error {
-	c.mu.Lock()
+	c.lock()
 	defer c.unlockLater()
 	if c.state != open || c.closed {
 		return net.ErrClosed
@@ -135,7 +135,7 @@ func (c *Conn) endSending() {
 
 // KeepAlive implements relay.Side.
 func (c *Conn) KeepAlive() error {
-	c.mu.Lock()
+	c.lock()
 	defer c.mu.Unlock()
 	if c.state == open && !c.keepAlive {
 		c.keepAlive = true
@@ -147,7 +147,7 @@ func (c *Conn) KeepAlive() error {
 
 // Abort implements relay.Side.
 func (c *Conn) Abort() {
-	c.mu.Lock()
+	c.lock()
 	defer c.unlockLater()
 	if !c.closed {
 		c.reset(net.ErrClosed)
@@ -173,7 +173,7 @@ func (c *Conn) reset(why error) {
 // a copy, and its last segments are answered. Bytes from the guest that the client was
 // not given make it a reset, as on Linux.
 func (c *Conn) Close() error {
-	c.mu.Lock()
+	c.lock()
 	defer c.unlockLater()
 	switch {
 	case c.closed:
@@ -199,14 +199,14 @@ func (c *Conn) LocalAddr() string { return netip.AddrPortFrom(c.table.opts.Addr,
 
 // Gone implements relay.Watcher.
 func (c *Conn) Gone() bool {
-	c.mu.Lock()
+	c.lock()
 	defer c.mu.Unlock()
 	return c.closed || c.state == dead
 }
 
 // WaitGone implements relay.Watcher.
 func (c *Conn) WaitGone(ctx context.Context) error {
-	c.mu.Lock()
+	c.lock()
 	if c.gone == nil {
 		c.gone = make(chan struct{})
 		if c.state == dead {
@@ -220,7 +220,7 @@ func (c *Conn) WaitGone(ctx context.Context) error {
 	case <-ctx.Done():
 		return ctx.Err()
 	}
-	c.mu.Lock()
+	c.lock()
 	defer c.mu.Unlock()
 	if c.closed {
 		return net.ErrClosed

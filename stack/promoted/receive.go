@@ -33,7 +33,7 @@ type receiver struct {
 	recent    uint32 // the guest's latest timestamp, to be echoed
 	shift     uint8  // of our window
 	finTaken  bool
-	in        Segment // what is being given to the client
+	gathered  gathered
 	pending   pending
 	early     early
 	full      bool // the client's socket has no room
@@ -141,6 +141,7 @@ func (c *Conn) takePayload(s *Segment) {
 		c.give(in)
 	}
 	if fin {
+		c.flush()
 		c.rcvNxt++
 		c.finTaken = true
 		c.ackDue = true
@@ -150,18 +151,35 @@ func (c *Conn) takePayload(s *Segment) {
 	}
 }
 
-// give gives the payload of a segment to the client, or keeps it.
+// give gives the payload of a segment to the client, together with what else the batch
+// brings, or keeps it.
 func (c *Conn) give(in Segment) {
 	if c.client == nil || c.full { // before Copy, or its socket is full
 		c.pending.add(in.first)
 		c.pending.add(in.rest)
 		return
 	}
-	c.in = in
-	if err := c.client.Control(c.taking); err != nil {
-		c.clientGone(err)
+	if c.gathered.add(in.first, in.rest) {
+		c.flush()
 	}
-	c.in.first, c.in.rest = nil, nil
+}
+
+// flush gives the client what was gathered. The frames that it lies in are somebody
+// else's after the batch, and whoever else has to do with the flow is to find nothing
+// but what the client was given or is pending: see lock.
+func (c *Conn) flush() {
+	if c.gathered.n == 0 {
+		return
+	}
+	switch {
+	case c.toHost.over:
+	case c.client == nil: // dropped, and so over
+	default:
+		if err := c.client.Control(c.taking); err != nil {
+			c.clientGone(err)
+		}
+	}
+	c.gathered.clear()
 }
 
 // due is told that n bytes are not acknowledged.
@@ -214,7 +232,7 @@ type late struct {
 // acknowledgeLate is acknowledge for a flow that is late, unless it is in bulk and that
 // is not meant, too. It reports whether the flow is late no more.
 func (c *Conn) acknowledgeLate(bulk bool) bool {
-	c.mu.Lock()
+	c.lock()
 	defer c.unlock()
 	if !bulk && c.ackNow && int(c.rcvNxt-c.ackSent) >= ackBytes {
 		return false
@@ -232,7 +250,10 @@ func (c *Conn) endHost(err error) {
 }
 
 // resetByGuest ends the flow; what came before the reset still goes to the client.
-func (c *Conn) resetByGuest() { c.die(syscall.ECONNRESET) }
+func (c *Conn) resetByGuest() {
+	c.flush()
+	c.die(syscall.ECONNRESET)
+}
 
 // drain gives the client what it has not taken. c.mu is held.
 func (c *Conn) drain() {
@@ -244,15 +265,13 @@ func (c *Conn) drain() {
 	}
 }
 
-// drainTo is what drain, and give, do with the client's descriptor.
+// drainTo is what drain, and flush, do with the client's descriptor.
 func (c *Conn) drainTo(fd uintptr) {
 	c.fd = int(fd)
 	if c.pending.size > 0 {
-		c.pending.add(c.in.first)
-		c.pending.add(c.in.rest)
-		c.in.first, c.in.rest = nil, nil
+		c.keepGathered(0)
 		for c.pending.size > 0 {
-			n, err := c.write(c.pending.front(), nil)
+			n, err := c.write([][]byte{c.pending.front()})
 			c.pending.drop(n)
 			if !c.wrote(n, err) {
 				return
@@ -265,18 +284,26 @@ func (c *Conn) drainTo(fd uintptr) {
 		}
 		return
 	}
-	if c.in.size() == 0 {
+	if c.gathered.n == 0 {
 		return
 	}
-	n, err := c.write(c.in.first, c.in.rest)
-	if n > 0 {
-		c.in.cut(n)
-	}
-	if c.wrote(n, err) && c.in.size() > 0 {
+	n, err := c.write(c.gathered.pieces[:c.gathered.n])
+	if c.wrote(n, err) && n < c.gathered.size {
 		c.watchRoom()
 	}
-	c.pending.add(c.in.first)
-	c.pending.add(c.in.rest)
+	if !c.toHost.over {
+		c.keepGathered(n)
+	}
+}
+
+// keepGathered has all but the first n bytes of what was gathered pending.
+func (c *Conn) keepGathered(n int) {
+	for _, p := range c.gathered.pieces[:c.gathered.n] {
+		k := min(n, len(p))
+		n -= k
+		c.pending.add(p[k:])
+	}
+	c.gathered.clear()
 }
 
 // wrote looks at what a write of n bytes has come to, and reports whether to go on.
@@ -306,7 +333,7 @@ func (c *Conn) watchRoom() {
 }
 
 func (c *Conn) watchWrite() {
-	c.mu.Lock()
+	c.lock()
 	defer c.unlock()
 	if c.client == nil {
 		return
@@ -323,12 +350,40 @@ func (c *Conn) watchWrite() {
 // showWindow returns the window to show the guest, and promises it. A promise is not
 // taken back (RFC 9293, 3.8.6.2.1).
 func (c *Conn) showWindow() uint16 {
-	free := c.table.opts.Window() - c.pending.size
+	free := c.table.opts.Window() - c.pending.size - c.gathered.size
 	if edge := c.rcvNxt + uint32(max(free, 0)); before(c.edge, edge) {
 		c.edge = edge
 	}
 	shown := min(int(c.edge-c.rcvNxt)>>c.shift, 0xffff)
 	return uint16(shown)
+}
+
+// A gathered is the payload of segments of one batch, in order and in the frames' memory.
+type gathered struct {
+	pieces [2 * maxGathered][]byte
+	n      int // of pieces
+	size   int // in bytes
+}
+
+// maxGathered is how many super-frames are given to a client at once: as many as stay in
+// the processor's cache together.
+const maxGathered = 4
+
+// add adds a segment's payload. It reports whether that is all there is room for.
+func (g *gathered) add(first, rest []byte) (full bool) {
+	for _, p := range [...][]byte{first, rest} {
+		if len(p) > 0 {
+			g.pieces[g.n] = p
+			g.n++
+			g.size += len(p)
+		}
+	}
+	return g.n > len(g.pieces)-2
+}
+
+func (g *gathered) clear() {
+	clear(g.pieces[:g.n])
+	g.n, g.size = 0, 0
 }
 
 // An early is segments that came before their turn, in order.

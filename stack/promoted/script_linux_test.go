@@ -25,7 +25,9 @@ type script struct {
 	table *Table
 	batch *Batch
 	conn  *Conn
-	done  chan error
+	// Payloads of the batch that is under way.
+	frames [][]byte
+	done   chan error
 
 	client *net.TCPConn // the far end of the flow's client
 	ours   *socket
@@ -198,6 +200,13 @@ func (s *script) find() *Conn {
 // side, its window in bytes.
 func (s *script) says(flags uint8, seq, ack uint32, window int, payload string, stamp ...uint32) {
 	s.t.Helper()
+	s.brings(flags, seq, ack, window, payload, stamp...)
+	s.end()
+}
+
+// brings is says for a segment of a batch that goes on, until end.
+func (s *script) brings(flags uint8, seq, ack uint32, window int, payload string, stamp ...uint32) {
+	s.t.Helper()
 	seg := Segment{
 		seq: s.iss + seq, ack: s.irs + ack, flags: flags, window: uint16(window), scale: -1, first: []byte(payload),
 	}
@@ -213,7 +222,16 @@ func (s *script) says(flags uint8, seq, ack uint32, window int, payload string, 
 	}
 	require.NotNil(s.t, c, "there is no flow")
 	s.batch.Take(c, &seg)
+	s.frames = append(s.frames, seg.first)
+}
+
+// end ends a batch. The memory of its frames is used for others.
+func (s *script) end() {
 	s.batch.End()
+	for _, f := range s.frames {
+		clear(f)
+	}
+	s.frames = nil
 }
 
 // expect returns what the flow has sent since the last expect: so many packets.

@@ -71,8 +71,8 @@ func (c *Conn) readFull(p []byte) bool {
 	return true
 }
 
-// write gives the client what it takes of two pieces.
-func (c *Conn) write(first, rest []byte) (int, error) { return send(c.fd, first, rest) }
+// write gives the client what it takes of pieces.
+func (c *Conn) write(pieces [][]byte) (int, error) { return send(c.fd, pieces) }
 
 // received gives recv(2)'s answer the meaning of io.Reader's.
 func received(n int, err error) (int, error) {

@@ -41,10 +41,14 @@ func discard(fd, n int) (int, error) {
 	}
 }
 
-// send sends two pieces to a socket (sendmsg(2)).
-func send(fd int, first, rest []byte) (int, error) {
-	iov := [2]unix.Iovec{iovec(first), iovec(rest)}
-	msg := unix.Msghdr{Iov: &iov[0], Iovlen: 2}
+// send sends pieces, 2*maxGathered at most, to a socket (sendmsg(2)).
+func send(fd int, pieces [][]byte) (int, error) {
+	var iov [2 * maxGathered]unix.Iovec
+	for i, p := range pieces {
+		iov[i] = iovec(p)
+	}
+	msg := unix.Msghdr{Iov: &iov[0]}
+	msg.SetIovlen(len(pieces))
 	for {
 		n, _, errno := unix.RawSyscall(unix.SYS_SENDMSG, uintptr(fd), uintptr(unsafe.Pointer(&msg)), unix.MSG_DONTWAIT|unix.MSG_NOSIGNAL)
 		switch errno {

@@ -96,7 +96,7 @@ func (a *alarm) due(now time.Duration) bool {
 
 // expired is the timer's.
 func (c *Conn) expired() {
-	c.mu.Lock()
+	c.lock()
 	defer c.unlock()
 	c.expires = 0
 	if c.freed {
