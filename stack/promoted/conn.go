@@ -158,7 +158,7 @@ func (c *Conn) settle() {
 		done(c, nil) // and so perhaps Copy
 		c.lock()
 	}
-	c.push(turnBytes)
+	c.pushInTurn()
 	if l := c.table.loop; l == nil || !c.ackNow || int(c.rcvNxt-c.ackSent) >= lateBytes {
 		c.acknowledge()
 	} else if !c.late {

@@ -70,7 +70,7 @@ func (c *Conn) clientReady(r relay.Ready) {
 	}
 	if r&relay.ReadyRead != 0 {
 		c.readable = true
-		c.push(turnBytes)
+		c.pushInTurn()
 	}
 	if r&relay.ReadyWrite != 0 {
 		c.full = false

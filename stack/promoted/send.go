@@ -163,6 +163,17 @@ func (c *Conn) push(budget int) {
 	}
 }
 
+// pushInTurn is push for an event, of which a flow in bulk may have many while others
+// wait for their turn: it waits with them. c.mu is held.
+func (c *Conn) pushInTurn() {
+	if c.bulk && !c.queued && !c.awaiting && c.table.queue.waiting() {
+		c.queued = true
+		c.table.queue.add(c)
+		return
+	}
+	c.push(turnBytes)
+}
+
 // pushTo is what push does with the client's descriptor.
 func (c *Conn) pushTo(fd uintptr) {
 	c.fd = int(fd)
