@@ -78,6 +78,24 @@ func TestCancelled(t *testing.T) {
 	s.expect(1)
 }
 
+// TestFirstRequest has a client that waits with its request when the guest accepts: the
+// handshake ends with a segment of its own, as a gVisor guest needs it.
+func TestFirstRequest(t *testing.T) {
+	s := newScript(t)
+	s.accepted = func() {
+		s.copy()
+		s.clientSays("ask")
+	}
+	s.dial()
+	s.irs = s.expect(1)[0].seq
+	s.says(flagSYN|flagACK, 0, 1, 65535, "", 100)
+	require.NoError(t, <-s.done)
+	ps := s.expect(2)
+	assert.Empty(t, ps[0].payload)
+	assert.EqualValues(t, ack, ps[0].flags)
+	assert.Equal(t, "ask", string(ps[1].payload))
+}
+
 // TestExchange passes requests and answers: the first are acknowledged at once, for a
 // guest may wait for that with the rest of its answer, and once each is answered by one
 // segment the next request carries it.

@@ -38,6 +38,8 @@ type script struct {
 	window int
 	opened int    // and not freed
 	begun  func() // called amid Start, unless nil
+	// accepted is called when the guest has accepted, unless nil.
+	accepted func()
 
 	mu     sync.Mutex
 	sent   []packet
@@ -183,6 +185,9 @@ func (s *script) dial() {
 	s.table.Start(guest, func(c relay.GuestConn, err error) {
 		if err == nil {
 			s.conn = c.(*Conn)
+			if s.accepted != nil {
+				s.accepted()
+			}
 		}
 		s.done <- err
 	})
