@@ -63,8 +63,8 @@ var targets = slices.Concat(
 	wrapped(65000, 1), wrapped(65000, 32),
 )
 
-// The two ways a VM's TCP flows can be over a tap: gVisor's, which is the default,
-// and promoted.
+// The two ways a VM's TCP flows can be over a tap: gVisor's, and promoted, which is the
+// default.
 const (
 	ownPath      = "path=culvert-tap"
 	promotedPath = "path=culvert-tap-promoted"

@@ -94,20 +94,20 @@ func TestWriteTargets(t *testing.T) {
 		runs []*run
 		want []string
 	}{
-		{"by default alone", []*run{mustRun(t, "X", peers)}, []string{
-			"\nDefault: 1 met, 1 not met, 2 not measured; with `tcp: promoted`: 0 met, 0 not met, 3 not measured. ",
-			"| good | ≥ 1 × pasta-tap | ×1.2: 12 against 10 Gbit/s | met | – | not measured | [X](#run-x) |\n",
+		{"netstack alone", []*run{mustRun(t, "X", peers)}, []string{
+			"\nDefault: 0 met, 0 not met, 4 not measured; with `tcp: netstack`: 1 met, 1 not met, 1 not measured. ",
+			"| good | ≥ 1 × pasta-tap | – | not measured | ×1.2: 12 against 10 Gbit/s | met | [X](#run-x) |\n",
 			"| unknown | ≥ 20 × gvproxy | – | not measured | – | not measured | |\n",
 			"| daemon's | ≤ 60 MB | – | not measured | | | |\n",
 		}},
 		{"both of one run", []*run{first}, []string{
-			"\nDefault: 1 met, 1 not met, 2 not measured; with `tcp: promoted`: 0 met, 2 not met, 1 not measured. ",
-			"| good | ≥ 1 × pasta-tap | ×1.2: 12 against 10 Gbit/s | met | ×0.8: 8 against 10 Gbit/s | **not met** | [X](#run-x) |\n",
+			"\nDefault: 0 met, 2 not met, 2 not measured; with `tcp: netstack`: 1 met, 1 not met, 1 not measured. ",
+			"| good | ≥ 1 × pasta-tap | ×0.8: 8 against 10 Gbit/s | **not met** | ×1.2: 12 against 10 Gbit/s | met | [X](#run-x) |\n",
 			"\n### Notes on run X\n\nwhy\n",
 		}},
 		{"each of its last run", []*run{first, second}, []string{
-			"\nDefault: 1 met, 2 not met, 1 not measured; with `tcp: promoted`: 2 met, 0 not met, 1 not measured. ",
-			"| bad | ≥ 2 × pasta-tap | ×1.2: 12 against 10 Gbit/s | **not met** | ×2: 20 against 10 Gbit/s | met | [X](#run-x), [Y](#run-y) |\n",
+			"\nDefault: 2 met, 1 not met, 1 not measured; with `tcp: netstack`: 1 met, 1 not met, 1 not measured. ",
+			"| bad | ≥ 2 × pasta-tap | ×2: 20 against 10 Gbit/s | met | ×1.2: 12 against 10 Gbit/s | **not met** | [Y](#run-y), [X](#run-x) |\n",
 			"| daemon's | ≤ 60 MB | 61 MB | **not met** | | | [Y](#run-y) |\n",
 		}},
 	} {

@@ -62,6 +62,7 @@ type vm struct {
 	Attach string
 	State  string
 	Detail string
+	TCP    string
 	// Endpoints of the VM's stack, those in TIME_WAIT among them.
 	Endpoints int
 }

@@ -160,18 +160,20 @@ func TestSuiteVhostUserRefused(t *testing.T) {
 }
 
 // TestSuiteTap is a namespace with a tap in it.
-func TestSuiteTap(t *testing.T) { testTap(t) }
+func TestSuiteTap(t *testing.T) { testTap(t, "promoted") }
 
-// TestSuiteTapPromoted is TestSuiteTap with promoted flows.
-func TestSuiteTapPromoted(t *testing.T) { testTap(t, promoted) }
+// TestSuiteTapNetstack is TestSuiteTap with gVisor's flows.
+func TestSuiteTapNetstack(t *testing.T) { testTap(t, "netstack", byNetstack) }
 
-// promoted has a VM's flows promoted.
-func promoted(vm map[string]any) { vm["tcp"] = "promoted" }
+// byNetstack has a VM's flows be gVisor's.
+func byNetstack(vm map[string]any) { vm["tcp"] = "netstack" }
 
-func testTap(t *testing.T, with ...func(vm map[string]any)) {
+// testTap runs the suite over a tap, where flows are what tcp says.
+func testTap(t *testing.T, tcp string, with ...func(vm map[string]any)) {
 	needsTime(t)
 	b := newTap(t)
 	e := start(t, b, with...)
+	require.Equal(t, tcp, e.d.vm(t).TCP)
 	e.run(t, cases...)
 	e.run(t,
 		testCase{"InterfaceDeleted", testEnd(b.unplug, time.Second)},

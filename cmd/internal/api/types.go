@@ -67,7 +67,7 @@ type VM struct {
 	Generation uint64            `json:"generation"`
 	Offloads   []string          `json:"offloads"`
 	Queues     int               `json:"queues"`
-	TCP        string            `json:"tcp"` // what flows to the guest are: netstack | promoted; empty without a link
+	TCP        string            `json:"tcp"` // what flows to the guest are: promoted | netstack; empty without a link
 	LastFrame  Time              `json:"lastFrame"`
 	Probe      Probe             `json:"probe"`
 	Frames     Traffic           `json:"frames"`

@@ -81,11 +81,11 @@ type VMLink struct {
 	Gateway netip.Prefix // our own address on the link, and its prefix
 	MTU     int
 	QMP     string // the VMM's QMP socket; empty without
-	TCP     string // what flows to the guest are: tcpNetstack or tcpPromoted
+	TCP     string // what flows to the guest are: tcpPromoted, the default, or tcpNetstack
 }
 
-// What TCP flows to a guest may be: endpoints of gVisor's, or of package promoted's
-// where the link has the offloads for it.
+// What TCP flows to a guest may be: of package promoted, where the link and the kernel
+// allow it, or endpoints of gVisor's.
 const (
 	tcpNetstack = "netstack"
 	tcpPromoted = "promoted"
@@ -345,7 +345,7 @@ func (c *Config) override(o Overrides, publish []string, r *reader) error {
 			return fmt.Errorf("--attach %q: %w", text, err)
 		}
 		c.VMs = append(c.VMs, VMConfig{VMLink: VMLink{
-			Name: name, Attach: parsed, MTU: defaultMTU,
+			Name: name, Attach: parsed, MTU: defaultMTU, TCP: tcpPromoted,
 			Node: netip.MustParseAddr(defaultNode), Gateway: netip.MustParsePrefix(defaultGateway),
 		}})
 	}

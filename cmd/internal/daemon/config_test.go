@@ -24,6 +24,7 @@ func TestConfigDefaults(t *testing.T) {
 	assert.Equal(t, "10.0.2.2", c.VMs[0].Node.String())
 	assert.Equal(t, "10.0.2.1/24", c.VMs[0].Gateway.String())
 	assert.Equal(t, 1500, c.VMs[0].MTU)
+	assert.Equal(t, tcpPromoted, c.VMs[0].TCP)
 }
 
 // TestConfigEmpty is a file that says nothing, in each way there is.
@@ -50,7 +51,7 @@ vms:
     node: 198.18.0.2
     gateway: 198.18.0.1/30
     mtu: 9000
-    tcp: promoted
+    tcp: netstack
     publish: ["8080:80", "127.0.0.1:2222:22"]
 publish: ["53:53/udp"]
 `), over)
@@ -58,7 +59,7 @@ publish: ["53:53/udp"]
 	assert.Equal(t, Limits{64 << 10, 2 << 20, 10, 20}, c.Limits)
 	assert.Equal(t, LogConfig{"debug", "json"}, c.Log)
 	assert.Equal(t, TraceConfig{FlightRecorder: 5000}, c.Trace)
-	assert.Equal(t, tcpPromoted, c.VMs[0].TCP)
+	assert.Equal(t, tcpNetstack, c.VMs[0].TCP)
 	require.Len(t, c.specs(), 3)
 	for _, s := range c.specs() {
 		assert.Equal(t, "one", s.Target.VM)
@@ -166,7 +167,7 @@ func TestConfigErrors(t *testing.T) {
 		{"vms:\n- {attach: memory, gateway: 10.0.2.1}", "2:29", "prefix length"},
 		{"vms:\n- {attach: memory, mtu: 100}", "2:25", "between 576 and 65520"},
 		{"vms:\n- {attach: memory, mtu: 65521}", "2:25", "between"},
-		{"vms:\n- {attach: memory, tcp: fast}", "2:25", "none of netstack, promoted"},
+		{"vms:\n- {attach: memory, tcp: fast}", "2:25", "none of promoted, netstack"},
 		{"vms:\n- {attach: memory, docker: 'tcp://x'}", "2:28", "an IP address and a port"},
 		{"vms:\n- {attach: memory, docker: 'tcp://127.0.0.1:2375'}", "2:28", "guest's own loopback"},
 		{"vms:\n- {attach: memory, docker: {endpoint: 'http://10.0.2.2:2375'}}", "2:39", "not tcp or unix"},

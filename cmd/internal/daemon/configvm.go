@@ -20,7 +20,7 @@ func checkName(name string) error {
 }
 
 func (r *reader) vm(path string, f *fileVM, before []VMConfig) (*VMConfig, error) {
-	vm := &VMConfig{VMLink: VMLink{Name: f.Name, MTU: defaultMTU}}
+	vm := &VMConfig{VMLink: VMLink{Name: f.Name, MTU: defaultMTU, TCP: tcpPromoted}}
 	if vm.Name == "" {
 		vm.Name = defaultName
 	}
@@ -64,7 +64,7 @@ func (r *reader) vm(path string, f *fileVM, before []VMConfig) (*VMConfig, error
 	}
 	if f.TCP != "" {
 		if vm.TCP = f.TCP; vm.TCP != tcpNetstack && vm.TCP != tcpPromoted {
-			return nil, r.at(path+".tcp", fmt.Errorf("%q is none of %s, %s", f.TCP, tcpNetstack, tcpPromoted))
+			return nil, r.at(path+".tcp", fmt.Errorf("%q is none of %s, %s", f.TCP, tcpPromoted, tcpNetstack))
 		}
 	}
 	if err := r.docker(path+".docker", f.Docker, vm); err != nil {

@@ -60,7 +60,7 @@ func (a *attacher) Accept(ctx context.Context) (reconcile.Link, error) {
 		return nil, err
 	}
 	if a.vm.TCP == tcpPromoted && !s.Promoted() {
-		a.log.Warn("flows are gVisor's: promoted ones take a link with checksum and segmentation offloads, and Linux 6.9", "offloads", s.Info().ToGuest.Names())
+		a.log.Debug("flows are gVisor's: promoted ones take a link with checksum and segmentation offloads, and Linux 6.9", "offloads", s.Info().ToGuest.Names())
 	}
 	l := &link{Stack: s, vm: a.vm}
 	a.mu.Lock()
