@@ -46,7 +46,7 @@ type Conn struct {
 	closed   bool // Close or Abort was called
 	freed    bool
 	reads    bool          // and its client had not read everything then
-	dirty    bool          // in a Batch
+	batch    *Batch        // that is to settle it, if there is one
 	late     bool          // in the loop's list of those that acknowledge late
 	queued   bool          // in the Table's turns
 	awaiting bool          // waits for room on the link
@@ -95,9 +95,9 @@ func (c *Conn) connect() {
 	c.unlock()
 }
 
-// take takes a segment. It reports whether the caller has to settle: whether c is in
-// no other batch.
-func (c *Conn) take(s *Segment) bool {
+// take takes a segment of a batch, and reports whether b has to settle what comes of it:
+// not if it was told so before, or another reader's batch was.
+func (c *Conn) take(b *Batch, s *Segment) bool {
 	c.mu.Lock() // and not lock: this is what gathers
 	defer c.unlock()
 	c.heard = c.table.opts.Clock.Now()
@@ -112,11 +112,14 @@ func (c *Conn) take(s *Segment) bool {
 	default:
 		c.takeOpen(s)
 	}
-	if c.dirty || c.freed {
-		return false
+	if c.batch == nil && !c.freed {
+		c.batch = b
+		return true
 	}
-	c.dirty = true
-	return true
+	if c.batch != b {
+		c.flush() // now, or the frame would be gone when the other batch ends
+	}
+	return false
 }
 
 // takeAnswer takes the answer to our first segment (RFC 9293, 3.10.7.3).
@@ -153,7 +156,7 @@ func (c *Conn) takeAnswer(s *Segment) {
 // settle answers the segments of a batch. Where there is a loop it runs on it.
 func (c *Conn) settle() {
 	c.lock()
-	c.dirty = false
+	c.batch = nil
 	if c.state == open && c.done != nil {
 		done := c.done
 		c.done = nil

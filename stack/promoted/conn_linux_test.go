@@ -539,6 +539,28 @@ func TestBatch(t *testing.T) {
 	}
 }
 
+// TestTwoBatches has two readers bring segments of one flow: the frames of one are gone
+// before the other's batch ends.
+func TestTwoBatches(t *testing.T) {
+	s := newScript(t)
+	s.connect(100)
+	s.copy()
+	first, second := s.batch, s.table.NewBatch()
+	s.brings(ack|flagPSH, 1, 1, 500, "one ", 101)
+	framesOfFirst := s.frames
+	s.batch, s.frames = second, nil
+	s.brings(ack|flagPSH, 5, 1, 500, "two ", 101)
+	s.end()
+	s.expect(0)
+	s.brings(ack|flagPSH, 9, 1, 500, "three ", 101)
+	s.end()
+	s.batch, s.frames = first, framesOfFirst
+	s.brings(ack|flagPSH, 15, 1, 500, "four", 101)
+	s.end()
+	assert.EqualValues(t, 19, s.expect(1)[0].ack)
+	assert.Equal(t, "one two three four", s.clientReads(18))
+}
+
 // TestSlowClientBatches has a client whose socket fills up amid a batch: what it has no
 // room for is kept, though the frames are gone.
 func TestSlowClientBatches(t *testing.T) {

@@ -232,7 +232,7 @@ func (t *Table) NewBatch() *Batch { return &Batch{table: t} }
 
 // Take hands a segment of c's to it. The frame's memory is the caller's again.
 func (b *Batch) Take(c *Conn, s *Segment) {
-	if c.take(s) {
+	if c.take(b, s) {
 		b.dirty = append(b.dirty, c)
 	}
 }
