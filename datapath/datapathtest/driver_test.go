@@ -400,7 +400,9 @@ func TestScribble(t *testing.T) {
 	defer func() { close(stop); <-done }()
 	var c virtqueue.Chain
 	outcomes := map[string]int{}
-	for i := range 20000 {
+	// A machine with no core to spare lets the driver write only now and then.
+	deadline := time.Now().Add(time.Minute)
+	for i := 0; i < 20000 || len(outcomes) <= 3 && time.Now().Before(deadline); i++ {
 		storeAvail(d.avail, 0, uint16(i+1))
 		ok, err := q.Pop(&c)
 		if errors.Is(err, virtqueue.ErrCorrupt) {
