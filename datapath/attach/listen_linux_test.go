@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"math/rand/v2"
 	"net"
 	"os"
 	"os/exec"
@@ -157,15 +158,20 @@ func TestEverySocketListener(t *testing.T) {
 	assert.Empty(t, left)
 }
 
-// freePort returns a TCP port of 127.0.0.1 that was free just now.
+// freePort returns a TCP port of 127.0.0.1 that was free just now. It lies below
+// those that the kernel gives to clients, of which one could take it meanwhile.
 func freePort(t *testing.T) string {
 	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	require.NoError(t, err)
-	defer func() { assert.NoError(t, l.Close()) }()
-	_, port, err := net.SplitHostPort(l.Addr().String())
-	require.NoError(t, err)
-	return port
+	for range 100 {
+		port := fmt.Sprint(10_000 + rand.IntN(20_000))
+		l, err := net.Listen("tcp", "127.0.0.1:"+port)
+		if err == nil {
+			require.NoError(t, l.Close())
+			return port
+		}
+	}
+	require.FailNow(t, "no port is free")
+	return ""
 }
 
 // TestFB122SocketPath: a file that a dead daemon left is replaced; a live one's

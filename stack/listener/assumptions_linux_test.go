@@ -43,7 +43,8 @@ func TestAssumeInheritance(t *testing.T) {
 func TestAssumeV6Only(t *testing.T) {
 	g := mustGroup(t, &funcs{})
 	for _, proto := range []Proto{TCP, UDP} {
-		s6 := mustListen(t, g, proto, netip.MustParseAddrPort("[::]:0"))
+		// A port that the kernel picks for IPv6 may be a client's of IPv4.
+		s6 := mustListen(t, g, proto, netip.AddrPortFrom(netip.IPv6Unspecified(), freePorts(t, g, proto, 1)))
 		for _, host := range []string{"0.0.0.0", "127.0.0.1"} {
 			s4 := mustListen(t, g, proto, netip.AddrPortFrom(addr(host), s6.Addr().Port()))
 			require.NoError(t, s4.Close())
@@ -66,7 +67,8 @@ func TestAssumeOverlap(t *testing.T) {
 		{"127.0.0.1", "127.0.0.2"}, {"127.0.0.1", "::1"}, {"0.0.0.0", "::"}, {"::", "127.0.0.1"},
 	} {
 		for _, proto := range []Proto{TCP, UDP} {
-			s := mustListen(t, g, proto, netip.AddrPortFrom(addr(tt.first), 0))
+			// As above: the kernel's choice for the first address may be taken on the second.
+			s := mustListen(t, g, proto, netip.AddrPortFrom(addr(tt.first), freePorts(t, g, proto, 1)))
 			second := netip.AddrPortFrom(addr(tt.second), s.Addr().Port())
 
 			tab := NewTable(Policy{ExposeToLAN: true})

@@ -3,10 +3,10 @@ package daemon
 import (
 	"context"
 	"fmt"
+	"math/rand/v2"
 	"net"
 	"net/http"
 	"net/http/httptest"
-	"net/netip"
 	"os"
 	"path/filepath"
 	"sync/atomic"
@@ -75,13 +75,20 @@ vms: [{name: a, attach: memory, docker: %q, kubernetes: {kubeconfig: %s, via: ho
 `, engine.Endpoint(), kubeconfig)), engine, cluster
 }
 
-// freePort returns a port that nobody has.
+// freePort returns a port that nobody has. It lies below those that the kernel gives
+// to clients, of which one could take it before the daemon does.
 func freePort(t *testing.T) uint16 {
 	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	require.NoError(t, err)
-	defer l.Close()
-	return netip.MustParseAddrPort(l.Addr().String()).Port()
+	for range 100 {
+		port := uint16(10_000 + rand.IntN(20_000))
+		l, err := net.Listen("tcp", fmt.Sprintf("127.0.0.1:%d", port))
+		if err == nil {
+			require.NoError(t, l.Close())
+			return port
+		}
+	}
+	require.FailNow(t, "no port is free")
+	return 0
 }
 
 func TestEvents(t *testing.T) {
