@@ -330,7 +330,11 @@ func TestC7FB069Retry(t *testing.T) {
 	eventually(t, "forwarded", func() bool { return only(t, f).Outcome.State == listener.Forwarded })
 	assert.Equal(t, "hello", ask(t, at4(p)))
 	assert.True(t, only(t, f).Outcome.RetryAt.IsZero())
-	assert.Equal(t, 2, strings.Count(log.String(), "\n"), log.String())
+	// A try while it was closed found the port taken and, when it looked, nobody who had
+	// it: another detail, which is said.
+	between := strings.Count(log.String(), "is in use by another process")
+	assert.LessOrEqual(t, between, 1, log.String())
+	assert.Equal(t, 2+between, strings.Count(log.String(), "\n"), log.String())
 
 	// The reverse: it goes while it is failed.
 	foreign, err = net.Listen("tcp", "127.0.0.1:0")
