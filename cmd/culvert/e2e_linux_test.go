@@ -423,10 +423,16 @@ func TestReload(t *testing.T) {
 	<-started
 
 	d.reload(t, "vms: [{name: vm1, attach: memory, publish: ['0:80', '0:82']}, {name: vm2, attach: memory}]", "config reloaded")
+	// Of rows and VMs it is told in no order.
 	kinds := map[string]string{}
-	for len(kinds) < 2 {
-		e := <-events
-		kinds[e.Owner.ID] = e.Kind
+	timeout := time.After(20 * time.Second)
+	for kinds["127.0.0.1:0:81/tcp"] == "" || kinds["0:82/tcp"] == "" {
+		select {
+		case e := <-events:
+			kinds[e.Owner.ID] = e.Kind
+		case <-timeout:
+			require.FailNow(t, "not told of both rows", "%v", kinds)
+		}
 	}
 	assert.Equal(t, "row.gone", kinds["127.0.0.1:0:81/tcp"])
 	assert.Contains(t, kinds["0:82/tcp"], "row.")
