@@ -140,6 +140,7 @@ func TestFrontendKilled(t *testing.T) {
 	d := startDaemon(t, fmt.Sprintf("vms: [{name: vm1, attach: 'vhost-user:%s', publish: ['0:7']}]", socket))
 	var bound []string
 	var idle, live usage
+	mapped := measure(t).mappings // by front-ends of tests before, which played in this process
 	endpoints := 0
 	for i := range times {
 		vmm := startFrontend(t, socket)
@@ -170,7 +171,7 @@ func TestFrontendKilled(t *testing.T) {
 	t.Logf("live %+v; without a VM at first %+v, in the end %+v", live, idle, end)
 	assert.LessOrEqual(t, end.fds, idle.fds, "descriptors")
 	assert.LessOrEqual(t, end.goroutines, idle.goroutines, "goroutines")
-	assert.Zero(t, end.mappings, "guest memory that is still mapped")
+	assert.LessOrEqual(t, end.mappings, mapped, "guest memory that is still mapped")
 }
 
 // settled measures until there is no more than want, or it has been waited for
