@@ -124,12 +124,8 @@ func (c *Conn) again(n int) {
 
 // timedOut sends all again, from una on and slowly, or asks a guest that has no room.
 func (c *Conn) timedOut() {
-	if c.awaiting { // our own link's doing, and no sign of loss
-		c.resend.set(c, c.rto)
-		return
-	}
-	if c.una != c.max {
-		c.table.timeouts.Add(1)
+	under := c.una != c.max
+	if under || c.awaiting {
 		c.unanswered++
 	}
 	if c.unanswered > maxUnanswered {
@@ -137,6 +133,15 @@ func (c *Conn) timedOut() {
 		return
 	}
 	c.rto = min(2*c.rto, maxRTO)
+	if c.awaiting { // our own link's doing, and no sign of loss
+		c.resend.set(c, c.rto)
+		return
+	}
+	if under {
+		c.table.timeouts.Add(1)
+	} else if c.window > 0 {
+		return // the link has had room meanwhile, and there is nothing to send
+	}
 	if c.state == synSent {
 		c.sendSYN()
 		c.resend.set(c, c.rto)
@@ -169,5 +174,8 @@ func (c *Conn) measure(s *Segment) {
 		c.rttvar += (max(c.srtt-r, r-c.srtt) - c.rttvar) / 4
 		c.srtt += (r - c.srtt) / 8
 	}
-	c.rto = min(max(c.srtt+4*c.rttvar, firstRTO), maxRTO)
+	c.setRTO()
 }
+
+// setRTO is what is measured as the time-out (RFC 6298, 2.3).
+func (c *Conn) setRTO() { c.rto = min(max(c.srtt+4*c.rttvar, firstRTO), maxRTO) }

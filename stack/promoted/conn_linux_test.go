@@ -276,6 +276,57 @@ func TestIdleWithoutRoom(t *testing.T) {
 	assert.False(t, s.conn.Gone())
 }
 
+// TestLinkFullForEver has a guest take no more frames, once with some under way and once
+// with none: the flow ends as one that is not answered, and not one that the guest is
+// still heard of.
+func TestLinkFullForEver(t *testing.T) {
+	for _, under := range []bool{true, false} {
+		s := newScript(t)
+		s.connect(100)
+		s.copy()
+		if under {
+			s.clientSays("hello")
+			s.expect(1)
+		}
+		s.noRoom = true
+		s.clientSays("again")
+		for range 60 {
+			s.pass(time.Minute)
+			s.says(ack, 1, 1, 500, "", 101)
+		}
+		assert.False(t, s.conn.Gone())
+		s.pass(5 * time.Minute)
+		assert.False(t, s.conn.Gone())
+		s.pass(35 * time.Minute) // 15 times 2 min, by then
+		assert.ErrorIs(t, <-s.ended[relay.HalfClient], syscall.ETIMEDOUT)
+		assert.ErrorIs(t, <-s.ended[relay.HalfGuest], syscall.ETIMEDOUT)
+		assert.Zero(t, s.table.Stats().Timeouts)
+		s.conn.Abort()
+	}
+}
+
+// TestLinkFullOnce has the link be full for a while: the flow goes on, and what is lost
+// then is sent again as soon as ever.
+func TestLinkFullOnce(t *testing.T) {
+	s := newScript(t)
+	s.connect(100)
+	s.copy()
+	s.noRoom = true
+	s.clientSays("hello")
+	s.pass(10 * time.Minute)
+	s.noRoom = false
+	s.waiter.Room()
+	assert.Equal(t, "hello", string(s.expect(1)[0].payload))
+	s.pass(firstRTO)
+	assert.Equal(t, "hello", string(s.expect(1)[0].payload))
+	assert.EqualValues(t, 1, s.table.Stats().Timeouts)
+	s.says(ack, 1, 6, 500, "", 101)
+	congestion := s.conn.congestion
+	s.pass(time.Hour)
+	s.expect(0)
+	assert.Equal(t, congestion, s.conn.congestion)
+}
+
 // TestLinkFull has the link take nothing for a while.
 func TestLinkFull(t *testing.T) {
 	s := newScript(t)

@@ -330,6 +330,7 @@ func (c *Conn) sendFrame(sc *scratch, payload []byte) int {
 		defer scratches.Put(sc)
 	}
 	if !c.transmit(sc, c.nxt, flagACK|flagPSH, payload) {
+		c.resend.setOnce(c, c.rto) // a link may be full for ever, and the flow is not
 		return 0
 	}
 	n := len(payload)
@@ -354,6 +355,7 @@ func (c *Conn) sendFIN() {
 	sc := scratches.Get().(*scratch)
 	defer scratches.Put(sc)
 	if !c.transmit(sc, c.nxt, flagACK|flagFIN, nil) {
+		c.resend.setOnce(c, c.rto)
 		return
 	}
 	if !c.finSent {
