@@ -50,6 +50,7 @@ func (c *Conn) acked(n int, s *Segment) {
 		c.nxt = c.una
 	}
 	c.dups = 0
+	c.missing = false
 	if c.closed {
 		c.lingering.stop() // for freeIfDone to set anew: the guest takes what there is
 	}
@@ -133,7 +134,8 @@ func (c *Conn) timedOut() {
 		return
 	}
 	c.rto = min(2*c.rto, maxRTO)
-	if c.awaiting { // our own link's doing, and no sign of loss
+	if c.awaiting { // our own link's doing, and no sign of loss; but there may be one
+		c.missing = c.missing || under && c.window > 0
 		c.resend.set(c, c.rto)
 		return
 	}

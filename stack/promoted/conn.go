@@ -187,9 +187,8 @@ func (c *Conn) turn() {
 func (c *Conn) Room() {
 	c.lock()
 	c.awaiting = false
-	if c.setRTO(); c.resend.isSet() { // waiting has made it longer
-		c.resend.set(c, c.rto)
-	}
+	c.setRTO() // waiting has made it longer
+	c.resend.advance(c, c.rto)
 	switch {
 	case c.state == synSent && !c.freed:
 		c.sendSYN()

@@ -732,3 +732,43 @@ func TestCloseLeavesNothing(t *testing.T) {
 	s.says(ack, 2, 1+48<<10+1, 65535, "", 102)
 	assert.Zero(t, s.table.Stats().Flows)
 }
+
+// TestLossOverLinkThatFills has a guest that sends, and a link that is full now and then
+// or nearly always: what was lost is sent again all the same, however often the flow, which
+// has to acknowledge, is told of room.
+func TestLossOverLinkThatFills(t *testing.T) {
+	for _, full := range []time.Duration{100 * time.Millisecond, 700 * time.Millisecond} {
+		s := newScript(t)
+		s.connect(100)
+		s.copy()
+		s.clientSays("hello")
+		s.expect(1) // lost
+		again := 0
+		for i := range uint32(15) {
+			s.noRoom = true
+			s.says(ack|flagPSH, 1+4*i, 1, 500, "data", 101)
+			s.pass(full)
+			s.noRoom = false
+			s.waiter.Room()
+			s.pass(700*time.Millisecond - full)
+			s.mu.Lock()
+			for _, p := range s.sent {
+				if string(p.payload) == "hello" {
+					again++
+				}
+			}
+			s.sent = nil
+			s.mu.Unlock()
+		}
+		assert.NotZero(t, again, full)
+		assert.Equal(t, strings.Repeat("data", 15), s.clientReads(60))
+		// Once it has come it is not sent any more.
+		s.says(ack, 61, 6, 500, "", 101)
+		s.noRoom = true
+		s.says(ack|flagPSH, 61, 6, 500, "data", 101)
+		s.clientSays("more")
+		s.noRoom = false
+		s.waiter.Room()
+		assert.Equal(t, "more", string(s.expect(1)[0].payload))
+	}
+}

@@ -85,6 +85,14 @@ func (a *alarm) setOnce(c *Conn, in time.Duration) {
 	}
 }
 
+// advance sets an alarm that is set for later to be in from now. It puts none off: who is
+// told of room again and again would wait for ever.
+func (a *alarm) advance(c *Conn, in time.Duration) {
+	if time.Duration(*a) > c.table.opts.Clock.Now()+in {
+		a.set(c, in)
+	}
+}
+
 // due reports whether the alarm has come, and stops it then.
 func (a *alarm) due(now time.Duration) bool {
 	if *a == 0 || now < time.Duration(*a) {
