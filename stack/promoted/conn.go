@@ -322,7 +322,8 @@ func (c *Conn) freeIfDone() {
 	case !c.finTaken:
 		c.lingering.setOnce(c, finWait)
 	case c.finFirst:
-		c.lingering.set(c, timeWait)
+		c.lingering.setOnce(c, timeWait)
+		c.lingering.advance(c, timeWait) // and from now on nothing puts it off
 	default:
 		c.die(net.ErrClosed)
 	}

@@ -162,3 +162,17 @@ func TestClientGoneWithoutRoom(t *testing.T) {
 		return len(s.ended[relay.HalfClient]) == 1
 	}, 2*time.Second, time.Millisecond)
 }
+
+// TestGuestThatIsNeverDone has a guest send for ever what belongs to a flow that both sides
+// have ended: it is forgotten in time all the same.
+func TestGuestThatIsNeverDone(t *testing.T) {
+	s := closing(t)
+	s.says(ack, 2, 5, 500, "", 102)
+	for range 10 {
+		if s.pass(timeWait / 2); s.table.Stats().Flows == 0 {
+			return
+		}
+		s.says(ack|flagFIN, 1, 5, 500, "", 103)
+	}
+	assert.Fail(t, "the flow is still there")
+}
