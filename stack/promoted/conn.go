@@ -167,9 +167,14 @@ func (c *Conn) settle() {
 	c.pushInTurn()
 	if l := c.table.loop; l == nil || !c.ackNow || int(c.rcvNxt-c.ackSent) >= lateBytes {
 		c.acknowledge()
-	} else if !c.late {
-		c.late = true
-		l.late = append(l.late, late{c, l.round})
+	} else {
+		if !c.late {
+			c.late = true
+			l.late = append(l.late, late{c, l.round})
+		}
+		if int(c.rcvNxt-c.ackSent) >= ackBytes {
+			c.delay.setOnce(c, ackDelay) // a round of many flows in bulk takes long
+		}
 	}
 	c.unlock()
 }

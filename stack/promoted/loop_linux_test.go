@@ -2,7 +2,9 @@ package promoted
 
 import (
 	"net"
+	"strings"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
@@ -44,4 +46,30 @@ func TestLoopThatHasEnded(t *testing.T) {
 	c.client = ours
 	assert.ErrorIs(t, l.add(c), net.ErrClosed)
 	assert.ErrorIs(t, l.addWrite(c), net.ErrClosed)
+}
+
+// TestLateInTime has a loop be busy with flows whose turns take long: what the guest has sent
+// is acknowledged in time all the same, for it may wait for that with more.
+func TestLateInTime(t *testing.T) {
+	s := newScript(t)
+	s.connect(100)
+	s.copy()
+	l := &loop{table: s.table, conns: make(map[int32]*Conn)}
+	s.table.loop = l
+	defer func() { s.table.loop = nil }()
+	const first = 10 * 1448 // a guest's first window
+	s.says(ack|flagPSH, 1, 1, 500, strings.Repeat("x", first), 101)
+	s.expect(0)
+	for began := s.now; s.now < began+ackDelay; {
+		l.acknowledge(false)
+		l.round++
+		s.pass(5 * time.Millisecond) // 16 turns
+	}
+	assert.EqualValues(t, 1+first, s.expect(1)[0].ack)
+	s.pass(time.Second)
+	for range 2 * bulkRounds {
+		l.acknowledge(false)
+		l.round++
+	}
+	s.expect(0)
 }
