@@ -630,6 +630,7 @@ func TestSlowClientBatches(t *testing.T) {
 		s.end()
 		p := s.expect(1)[0]
 		require.EqualValues(t, 1+want.Len(), p.ack)
+		require.Equal(t, s.conn.pending.size > 0, s.conn.full, "nobody else would say that there is room again")
 	}
 	got := ""
 	for len(got) < want.Len() {
@@ -639,7 +640,6 @@ func TestSlowClientBatches(t *testing.T) {
 	assert.True(t, want.String() == got, "the client has what the guest has sent")
 }
 
-// TestKeepAlive has a silent guest probed
 // TestKeepAlive has a silent guest probed, and given up within 90 s (C-14).
 func TestKeepAlive(t *testing.T) {
 	s := newScript(t)
@@ -770,5 +770,101 @@ func TestLossOverLinkThatFills(t *testing.T) {
 		s.noRoom = false
 		s.waiter.Room()
 		assert.Equal(t, "more", string(s.expect(1)[0].payload))
+	}
+}
+
+// TestWindowAmidBatch sends again amid a batch: the window that goes with it leaves room for
+// what the client has not been given yet.
+func TestWindowAmidBatch(t *testing.T) {
+	s := newScript(t)
+	s.window = 30_000
+	s.connect(100)
+	s.copy()
+	s.clientSays(strings.Repeat("x", 14480))
+	s.expect(1)
+	s.brings(ack|flagPSH, 1, 1, 65535, strings.Repeat("y", 10_000), 101)
+	for range dupThreshold {
+		s.brings(ack, 10_001, 1, 65535, "", 101)
+	}
+	p := s.expect(1)[0]
+	assert.Len(t, p.payload, 1448)
+	assert.EqualValues(t, 10_001, p.ack)
+	assert.EqualValues(t, s.window-10_000, p.window)
+	s.end()
+}
+
+// TestTurns has a flow in bulk have events while another waits for its turn: it waits behind
+// it, and what has become of it meanwhile is seen to then.
+func TestTurns(t *testing.T) {
+	for name, tc := range map[string]struct {
+		then func(s *script)
+		all  bool // is sent
+		err  error
+	}{
+		"nothing else":     {func(*script) {}, true, nil},
+		"the client's end": {func(s *script) { require.NoError(s.t, s.client.CloseWrite()) }, true, nil},
+		"an abort":         {func(s *script) { s.conn.Abort(); s.expect(1) }, false, net.ErrClosed},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := newScript(t)
+			s.table.queue.wake = func() {} // as with a loop, which is this test
+			s.connect(100)
+			s.copy()
+			const size = 48 << 10
+			s.clientSays(strings.Repeat("x", size))
+			sent := len(s.expect(1)[0].payload)
+			s.table.queue.add(newConn(s.table, guest, nil))
+			s.says(ack, 1, 1+uint32(sent)/2, 65535, "", 101)
+			s.ours.ready(relay.ReadyRead)
+			require.Empty(t, s.take())
+			tc.then(s)
+			for range 100 {
+				s.table.queue.round()
+				for _, p := range s.take() {
+					sent = int(p.seq-s.irs) - 1 + len(p.payload)
+				}
+				if s.conn.Gone() || sent >= size {
+					break
+				}
+				s.says(ack, 1, 1+uint32(sent), 65535, "", 101)
+			}
+			assert.Equal(t, tc.all, sent == size)
+			if name != "nothing else" {
+				require.Eventually(t, func() bool {
+					s.ours.ready(relay.ReadyRead | relay.ReadyEnd)
+					s.table.queue.round()
+					return len(s.ended[relay.HalfClient]) == 1
+				}, 5*time.Second, time.Millisecond)
+				assert.ErrorIs(t, <-s.ended[relay.HalfClient], tc.err)
+			}
+			assert.False(t, s.table.queue.waiting())
+		})
+	}
+}
+
+// TestLinkFullForEverUnheld has a guest take no more frames of a flow of which nothing is
+// under way, nor kept: of a client that has sent, and of one that has ended its stream.
+func TestLinkFullForEverUnheld(t *testing.T) {
+	for name, then := range map[string]func(s *script){
+		"bytes": func(s *script) {
+			s.table.held.Add(maxHeld)
+			s.t.Cleanup(func() { s.table.held.Add(-maxHeld) })
+			s.clientSays("hello")
+		},
+		"an end": func(s *script) { require.NoError(s.t, s.conn.CloseWrite()) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := newScript(t)
+			s.connect(100)
+			s.copy()
+			s.noRoom = true
+			then(s)
+			require.Equal(t, s.conn.una, s.conn.max)
+			s.pass(time.Minute)
+			assert.False(t, s.conn.Gone())
+			s.pass(time.Hour)
+			assert.ErrorIs(t, <-s.ended[relay.HalfGuest], syscall.ETIMEDOUT)
+			s.conn.Abort()
+		})
 	}
 }

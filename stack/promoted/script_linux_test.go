@@ -256,6 +256,15 @@ func (s *script) expect(n int) []packet {
 	return sent
 }
 
+// take returns what the flow has sent since, as it was sent.
+func (s *script) take() []packet {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	sent := s.sent
+	s.sent = nil
+	return sent
+}
+
 func (s *script) show(ps []packet) (text string) {
 	for _, p := range ps {
 		text += fmt.Sprintf("[flags %x seq %d ack %d window %d, %d bytes] ", p.flags, p.seq-s.irs, p.ack-s.iss, p.window, len(p.payload))
