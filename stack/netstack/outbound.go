@@ -1,6 +1,7 @@
 package netstack
 
 import (
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -108,7 +109,7 @@ func (o *outbound) sendOrWait(frames []datapath.Frame, w promoted.Waiter) int {
 	}
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	o.waiters = append(o.waiters, w)
+	o.addWaiter(w)
 	if o.stuck.Load() == 0 {
 		o.moved()
 	}
@@ -119,6 +120,18 @@ func (o *outbound) sendOrWait(frames []datapath.Frame, w promoted.Waiter) int {
 		}
 	}
 	return n
+}
+
+// addWaiter adds w. A guest that never takes a frame gets new flows all the same, which
+// give up: those are forgotten before there is more memory for waiters. o.mu is held.
+func (o *outbound) addWaiter(w promoted.Waiter) {
+	if len(o.waiters) == cap(o.waiters) {
+		o.waiters = slices.DeleteFunc(o.waiters, promoted.Waiter.Over)
+		if len(o.waiters) > cap(o.waiters)/2 { // or they would be gone through again soon
+			o.waiters = slices.Grow(o.waiters, cap(o.waiters))
+		}
+	}
+	o.waiters = append(o.waiters, w)
 }
 
 // keep queues pkt behind what waits already.

@@ -1,6 +1,7 @@
 package netstack
 
 import (
+	"slices"
 	"testing"
 
 	"github.com/culvertnet/culvert/datapath"
@@ -24,6 +25,7 @@ func (n *narrow) WriteBatch(frames []datapath.Frame) (int, error) {
 type sending struct {
 	out  *outbound
 	left int
+	over bool
 	sent *[]*sending
 }
 
@@ -32,6 +34,30 @@ func (s *sending) Room() {
 		s.left--
 		*s.sent = append(*s.sent, s)
 	}
+}
+
+func (s *sending) Over() bool { return s.over }
+
+// TestWaitersThatGiveUp has a guest take nothing while flows come and give up: those that
+// wait on keep their order, the others are forgotten.
+func TestWaitersThatGiveUp(t *testing.T) {
+	link := &narrow{}
+	out := newOutbound(link, nil)
+	var sent, patient []*sending
+	for i := range 100_000 {
+		s := &sending{out: out, left: 1, sent: &sent}
+		s.Room()
+		if i%1000 == 0 {
+			patient = append(patient, s)
+		} else {
+			s.over = true
+		}
+		assert.LessOrEqual(t, len(out.waiters), 8*len(patient)+16)
+	}
+	link.room = 1 << 20
+	out.tellWaiters()
+	assert.Equal(t, patient, slices.DeleteFunc(sent, (*sending).Over))
+	assert.Empty(t, out.waiters)
 }
 
 // TestWaitersTakeTurns has many wait for a guest that takes one frame at a time: each frame

@@ -133,17 +133,19 @@ func (c *Conn) timedOut() {
 		c.die(syscall.ETIMEDOUT)
 		return
 	}
-	c.rto = min(2*c.rto, maxRTO)
 	if c.awaiting { // our own link's doing, and no sign of loss; but there may be one
 		c.missing = c.missing || under && c.window > 0
-		c.resend.set(c, c.rto)
+		c.waited = min(2*max(c.waited, c.rto), maxRTO)
+		c.resend.set(c, c.waited)
 		return
+	}
+	if !under && c.window > 0 {
+		return // the link has had room meanwhile, and there is nothing to send
 	}
 	if under {
 		c.table.timeouts.Add(1)
-	} else if c.window > 0 {
-		return // the link has had room meanwhile, and there is nothing to send
 	}
+	c.rto = min(2*c.rto, maxRTO)
 	if c.state == synSent {
 		c.sendSYN()
 		c.resend.set(c, c.rto)
@@ -176,8 +178,5 @@ func (c *Conn) measure(s *Segment) {
 		c.rttvar += (max(c.srtt-r, r-c.srtt) - c.rttvar) / 4
 		c.srtt += (r - c.srtt) / 8
 	}
-	c.setRTO()
+	c.rto = min(max(c.srtt+4*c.rttvar, firstRTO), maxRTO)
 }
-
-// setRTO is what is measured as the time-out (RFC 6298, 2.3).
-func (c *Conn) setRTO() { c.rto = min(max(c.srtt+4*c.rttvar, firstRTO), maxRTO) }

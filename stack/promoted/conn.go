@@ -5,6 +5,7 @@ import (
 	"net"
 	"net/netip"
 	"sync"
+	"sync/atomic"
 	"syscall"
 
 	"github.com/culvertnet/culvert/stack/relay"
@@ -43,8 +44,8 @@ type Conn struct {
 	ended    func(relay.Half, error)
 	toGuest  stream
 	toHost   stream
-	closed   bool // Close or Abort was called
-	freed    bool
+	closed   bool          // Close or Abort was called
+	freed    atomic.Bool   // set under mu
 	reads    bool          // and its client had not read everything then
 	batch    *Batch        // that is to settle it, if there is one
 	late     bool          // in the loop's list of those that acknowledge late
@@ -90,8 +91,10 @@ func (c *Conn) begin(k key, port uint16) {
 // connect sends the first segment.
 func (c *Conn) connect() {
 	c.lock()
-	c.sendSYN()
-	c.resend.set(c, c.rto)
+	if c.state == synSent { // and not closed before it began
+		c.sendSYN()
+		c.resend.set(c, c.rto)
+	}
 	c.unlock()
 }
 
@@ -103,7 +106,7 @@ func (c *Conn) take(b *Batch, s *Segment) bool {
 	c.heard = c.table.opts.Clock.Now()
 	c.unanswered = 0
 	switch {
-	case c.freed:
+	case c.freed.Load():
 		return false
 	case c.state == synSent:
 		c.takeAnswer(s)
@@ -112,7 +115,7 @@ func (c *Conn) take(b *Batch, s *Segment) bool {
 	default:
 		c.takeOpen(s)
 	}
-	if c.batch == nil && !c.freed {
+	if c.batch == nil && !c.freed.Load() {
 		c.batch = b
 		return true
 	}
@@ -192,18 +195,21 @@ func (c *Conn) turn() {
 func (c *Conn) Room() {
 	c.lock()
 	c.awaiting = false
-	c.setRTO() // waiting has made it longer
+	c.waited = 0
 	c.resend.advance(c, c.rto)
 	switch {
-	case c.state == synSent && !c.freed:
+	case c.state == synSent && !c.freed.Load():
 		c.sendSYN()
-	case c.missing && c.una != c.max && c.state == open && !c.freed:
+	case c.missing && c.una != c.max && c.state == open && !c.freed.Load():
 		c.again(c.mss)
 	}
 	c.push(turnBytes)
 	c.acknowledge()
 	c.unlock()
 }
+
+// Over implements Waiter.
+func (c *Conn) Over() bool { return c.freed.Load() }
 
 // die ends c because of err, a reset or a time-out. c.mu is held.
 func (c *Conn) die(err error) {
@@ -231,10 +237,10 @@ func (c *Conn) forget() {
 // free gives back what c holds, but for what the client is still to be given. c.mu is
 // held.
 func (c *Conn) free() {
-	if c.freed {
+	if c.freed.Load() {
 		return
 	}
-	c.freed = true
+	c.freed.Store(true)
 	c.stopTimers()
 	c.dropHeld()
 	c.early = early{}
@@ -318,7 +324,7 @@ func (c *Conn) leave() {
 // while it still answers a guest that has not heard so, if it was us who ended first.
 // c.mu is held.
 func (c *Conn) freeIfDone() {
-	if !c.closed || c.state != open || c.freed {
+	if !c.closed || c.state != open || c.freed.Load() {
 		return
 	}
 	switch {

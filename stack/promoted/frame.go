@@ -181,6 +181,9 @@ type lastWord struct {
 // Room implements Waiter.
 func (w *lastWord) Room() { w.table.opts.Link.Send(w.flow, w.frames[:], w) }
 
+// Over implements Waiter.
+func (w *lastWord) Over() bool { return false }
+
 // sum adds up b, of an even length, as 16-bit words (RFC 1071), not folded.
 func sum(b []byte) (s uint32) {
 	for ; len(b) > 0; b = b[2:] {

@@ -156,7 +156,7 @@ func (c *Conn) Abort() {
 
 // reset resets the connection for the reason that this side is told. c.mu is held.
 func (c *Conn) reset(why error) {
-	if c.state == open && !c.freed {
+	if c.state == open && !c.freed.Load() {
 		c.sendReset(c.nxt)
 	}
 	c.toGuest.end(why)

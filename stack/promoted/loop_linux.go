@@ -309,17 +309,25 @@ func readyOf(events uint32) (r relay.Ready) {
 // add has c's client watched. c.mu is held.
 func (l *loop) add(c *Conn) error {
 	var err error
+	events := uint32(watchedAlways)
+	if c.watched {
+		events |= unix.EPOLLOUT // addWrite was before us
+	}
 	if closed := c.client.Control(func(fd uintptr) {
 		c.fd = int(fd)
-		err = l.watch(unix.EPOLL_CTL_ADD, c, watchedAlways)
+		err = l.watch(unix.EPOLL_CTL_ADD, c, events)
 	}); closed != nil {
 		return closed
 	}
+	c.added = err == nil
 	return err
 }
 
 // addWrite has c's client watched for room, too. c.mu is held.
 func (l *loop) addWrite(c *Conn) (err error) {
+	if !c.added {
+		return nil // add looks at watched
+	}
 	if closed := c.client.Control(func(fd uintptr) {
 		c.fd = int(fd)
 		err = l.watch(unix.EPOLL_CTL_MOD, c, watchedAlways|unix.EPOLLOUT)

@@ -45,7 +45,31 @@ func TestLoopThatHasEnded(t *testing.T) {
 	c := newConn(s.table, guest, nil)
 	c.client = ours
 	assert.ErrorIs(t, l.add(c), net.ErrClosed)
+	c.added = true
 	assert.ErrorIs(t, l.addWrite(c), net.ErrClosed)
+}
+
+// TestRoomBeforeWatched has a client that is to be watched for room before it is watched
+// at all: it is told of room.
+func TestRoomBeforeWatched(t *testing.T) {
+	s := newScript(t)
+	source, err := unix.Eventfd(0, unix.EFD_CLOEXEC|unix.EFD_NONBLOCK)
+	require.NoError(t, err)
+	defer unix.Close(source)
+	require.NoError(t, s.table.Drive(silent{source}))
+	_, ours := newSocket(t)
+	c := newConn(s.table, guest, nil)
+	c.mu.Lock()
+	c.client, c.full = ours, true
+	c.watched = true
+	require.NoError(t, s.table.loop.addWrite(c))
+	require.NoError(t, s.table.loop.add(c))
+	c.mu.Unlock()
+	require.Eventually(t, func() bool {
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		return !c.full
+	}, 5*time.Second, time.Millisecond)
 }
 
 // TestLateInTime has a loop be busy with flows whose turns take long: what the guest has sent

@@ -38,6 +38,7 @@ type receiver struct {
 	early     early
 	full      bool // the client's socket has no room
 	watched   bool // and is watched for it
+	added     bool // to the loop's set, if there is one
 	ackDue    bool // something was not acknowledged
 	ackNow    bool // and is not to wait
 	exchanges int  // of one segment each way, one after the other
@@ -94,7 +95,7 @@ func (c *Conn) takeOpen(s *Segment) {
 		return
 	}
 	c.freeIfDone()
-	if c.freed || span == 0 {
+	if c.freed.Load() || span == 0 {
 		return
 	}
 	if before(c.rcvNxt, s.seq) {
@@ -104,7 +105,7 @@ func (c *Conn) takeOpen(s *Segment) {
 		return
 	}
 	c.takePayload(s)
-	for len(c.early.segments) > 0 && !before(c.rcvNxt, c.early.segments[0].seq) && !c.freed && !c.finTaken {
+	for len(c.early.segments) > 0 && !before(c.rcvNxt, c.early.segments[0].seq) && !c.freed.Load() && !c.finTaken {
 		c.ackNow = true
 		if next := c.early.take(); before(c.rcvNxt, next.seq+next.span()) {
 			c.takePayload(&next)
@@ -202,7 +203,7 @@ func (c *Conn) answered() {
 
 // acknowledge sends what no segment has said meanwhile. c.mu is held.
 func (c *Conn) acknowledge() {
-	if c.state != open || c.freed {
+	if c.state != open || c.freed.Load() {
 		return
 	}
 	if !c.ackNow {

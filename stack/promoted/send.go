@@ -144,7 +144,7 @@ func (c *Conn) withClient(f func()) {
 // push sends what windows and the client's socket allow, up to about budget bytes; then
 // the flow waits for its next turn. c.mu is held.
 func (c *Conn) push(budget int) {
-	if c.state != open || c.freed || c.queued {
+	if c.state != open || c.freed.Load() || c.queued {
 		return
 	}
 	c.budget = budget

@@ -30,7 +30,12 @@ type Link interface {
 }
 
 // A Waiter waits for room on a Link.
-type Waiter interface{ Room() }
+type Waiter interface {
+	Room()
+	// Over reports whether it waits no more: a Link that never has room may forget it.
+	// It may be called under any lock.
+	Over() bool
+}
 
 // A Clock is the time of a link: it stands while the guest is paused. It is
 // monotonic.

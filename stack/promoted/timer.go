@@ -51,7 +51,8 @@ type clocks struct {
 	expires time.Duration // when timer does; 0 when it is not set
 
 	rto, srtt, rttvar time.Duration
-	unanswered        int // what was sent again, or probed, since something was heard
+	waited            time.Duration // rto's part for a flow that waits for room on the link
+	unanswered        int           // what was sent again, or probed, since something was heard
 	probes            int
 	keepAlive         bool
 	heard             time.Duration // when a segment last came
@@ -68,7 +69,7 @@ func (a *alarm) stop()       { *a = 0 }
 func (a *alarm) set(c *Conn, in time.Duration) {
 	at := c.table.opts.Clock.Now() + in
 	*a = alarm(max(at, 1))
-	if c.freed || c.expires != 0 && c.expires <= at {
+	if c.freed.Load() || c.expires != 0 && c.expires <= at {
 		return
 	}
 	if c.timer == nil {
@@ -107,7 +108,7 @@ func (c *Conn) expired() {
 	c.lock()
 	defer c.unlock()
 	c.expires = 0
-	if c.freed {
+	if c.freed.Load() {
 		return
 	}
 	now := c.table.opts.Clock.Now()
@@ -139,7 +140,7 @@ func (c *Conn) setTimer(now time.Duration) {
 			first = a
 		}
 	}
-	if first == 0 || c.freed || c.expires != 0 && c.expires <= time.Duration(first) {
+	if first == 0 || c.freed.Load() || c.expires != 0 && c.expires <= time.Duration(first) {
 		return
 	}
 	c.expires = time.Duration(first)
