@@ -20,6 +20,7 @@ import (
 	"github.com/culvertnet/culvert/stack"
 	"github.com/culvertnet/culvert/stack/listener"
 	"github.com/culvertnet/culvert/stack/netstack"
+	"github.com/culvertnet/culvert/stack/promoted"
 	"github.com/stretchr/testify/require"
 	"github.com/vishvananda/netlink"
 )
@@ -147,6 +148,7 @@ func openTap(tb testing.TB) *bed {
 
 // openTapPromoted is openTap with promoted flows.
 func openTapPromoted(tb testing.TB) *bed {
+	datapathtest.Require(tb, "peekoff", promoted.Supported(), "promoted flows take SO_PEEK_OFF for TCP, which Linux has since 6.9")
 	return openTapAs(tb, func(att datapath.Attachment) datapath.Attachment { return att }, func(o *netstack.Options) { o.Promoted = true })
 }
 

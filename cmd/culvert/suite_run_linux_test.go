@@ -5,6 +5,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/culvertnet/culvert/datapath/datapathtest"
+	"github.com/culvertnet/culvert/stack/promoted"
 	"github.com/stretchr/testify/require"
 )
 
@@ -171,6 +173,9 @@ func byNetstack(vm map[string]any) { vm["tcp"] = "netstack" }
 // testTap runs the suite over a tap, where flows are what tcp says.
 func testTap(t *testing.T, tcp string, with ...func(vm map[string]any)) {
 	needsTime(t)
+	if tcp == "promoted" {
+		datapathtest.Require(t, "peekoff", promoted.Supported(), "promoted flows take SO_PEEK_OFF for TCP, which Linux has since 6.9")
+	}
 	b := newTap(t)
 	e := start(t, b, with...)
 	require.Equal(t, tcp, e.d.vm(t).TCP)

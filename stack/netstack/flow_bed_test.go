@@ -17,6 +17,7 @@ import (
 	"github.com/culvertnet/culvert/datapath/datapathtest"
 	"github.com/culvertnet/culvert/datapath/memory"
 	"github.com/culvertnet/culvert/stack/listener"
+	"github.com/culvertnet/culvert/stack/promoted"
 	"github.com/culvertnet/culvert/stack/relay"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
@@ -42,6 +43,14 @@ type way struct {
 var ways = []way{
 	{"gvisor", func(*Options) {}},
 	{"promoted", func(o *Options) { o.Promoted = true }},
+}
+
+// needsPeekOff skips tests of promoted flows on kernels without.
+func needsPeekOff(t testing.TB, w way) {
+	t.Helper()
+	var o Options
+	w.set(&o)
+	datapathtest.Require(t, "peekoff", !o.Promoted || promoted.Supported(), "promoted flows take SO_PEEK_OFF for TCP, which Linux has since 6.9")
 }
 
 // flowPatience is for what an idle machine without losses does at once, and with
@@ -121,6 +130,7 @@ func eachBed(t *testing.T, depth int, test func(t *testing.T, b *flowBed)) {
 // chosen. At the test's end no flow may be left, nor anything else.
 func newFlowBed(t testing.TB, w way, g flowGuest, depth int) *flowBed {
 	t.Helper()
+	needsPeekOff(t, w)
 	datapathtest.Leaks(t)
 	att, listen := g.open(t, depth)
 	b := &flowBed{

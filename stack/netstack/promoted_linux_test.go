@@ -21,6 +21,7 @@ import (
 // promotedStacks is twoStacks whose host promotes its flows.
 func promotedStacks(t testing.TB, o memory.Options) (host, guest *Stack) {
 	t.Helper()
+	needsPeekOff(t, ways[1])
 	ours, theirs := memory.Pair(o)
 	host, err := New(ours, Options{Node: guestAddr.Addr(), Gateway: hostAddr, MTU: 1500, Seed: "host", Promoted: true})
 	require.NoError(t, err)

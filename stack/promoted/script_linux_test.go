@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/culvertnet/culvert/datapath"
+	"github.com/culvertnet/culvert/datapath/datapathtest"
 	"github.com/culvertnet/culvert/datapath/virtio"
 	"github.com/culvertnet/culvert/stack/relay"
 	"github.com/stretchr/testify/assert"
@@ -69,6 +70,7 @@ var (
 
 func newScript(t *testing.T) *script {
 	t.Helper()
+	datapathtest.Require(t, "peekoff", Supported(), "promoted flows take SO_PEEK_OFF for TCP, which Linux has since 6.9")
 	s := &script{t: t, done: make(chan error, 1), now: time.Hour, window: 256 << 10, iss: 0xffffff00}
 	s.table = NewTable(Options{
 		Link: s, Clock: s, MAC: [6]byte{2, 0, 0, 0, 0, 1}, Addr: own, MTU: 1500, FirstPort: 2048, LastPort: 65535,
